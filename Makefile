@@ -1,0 +1,37 @@
+# Two commands do everything on a machine with python3: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.demo ## a fleet of real ALE environments, with live rates and the verdict; ARGS="--env CartPole-v1"
+	$(BIN)/slotloader demo $(ARGS)
+
+test: $(VENV)/.dev ## lint, types, every test; ARGS="-k former"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.bench ## every benchmark, medians of five runs
+	for name in dispatch slow_reset heavy pixels consumer_cpu startup; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[gym]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[bench]'
+	touch $@
+
+clean: ## removes the virtual environment and caches
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,428 @@
+"""SlotLoader: a fleet of environments, iterated like a DataLoader."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from slotloader import envs as env_sources
+from slotloader import stats as figures
+from slotloader.actions import ActionBounds, Scatterer
+from slotloader.batches import Batch, Gatherer
+from slotloader.errors import LoaderClosed, SlotLoaderError
+from slotloader.fleet import Fleet, InlineFleet, ThreadFleet, error_from
+from slotloader.former import Request
+from slotloader.layout import MAX_RECEIVERS, Layout
+from slotloader.progress import BoundedIterator
+from slotloader.receiver import DEFAULT, Receiver
+from slotloader.runner import EnvOptions, OnReset
+from slotloader.slots import SlotState
+from slotloader.workers import WorkerConfig
+
+Backend = Literal["process", "thread", "inline"]
+
+CLOSE_TIMEOUT = 5.0
+
+
+class SlotLoader:
+    """Runs many environments and hands out their records in batches.
+
+        with SlotLoader("CartPole-v1", num_envs=8) as loader:
+            for batch in loader.steps(10_000):
+                batch.send(policy(batch.obs))
+
+    Args:
+      envs: a gymnasium id, one factory, or a list of factories and ids. A factory takes no argument or an `EnvContext`
+        and returns a gymnasium env, a dm_env env, or any object with `reset`, `step` and declared spaces; `reset` and
+        `step` may be coroutine functions. Lambdas, closures and classes of `__main__` work.
+      num_envs: number of envs, one slot each; left out for a list.
+      env_kwargs: keyword arguments for `gymnasium.make` or the factory.
+      backend: "process" runs workers as processes, "thread" as threads, "inline" steps the envs inside `recv`.
+      num_workers: number of workers; default one per env.
+      envs_per_worker: the same said the other way round.
+      worker_threads: step each env of a worker in a thread of its own, for envs that wait on I/O.
+      min_get, max_get, timeout, stall_timeout: defaults of `recv`, see there.
+      seed: env i is first reset with `seed + i`; None draws one.
+      on_reset: called in the worker before each reset with an `EpisodeKey`; returns `{"seed": ..., "options": ...}`.
+      info: info columns that travel with each record, name to dtype, `(dtype, shape)` or space. Zero where a record's
+        info lacks the key.
+      max_bytes: capacities of Text, Sequence, Graph and OneOf leaves, by key.
+      action_bounds: "ignore", "clip" or "error" for actions outside the declared bounds.
+      check: refuse observations with NaN or out of their bounds.
+      debug: arrays out of `batch.view()` are copies that are poisoned when the batch is answered.
+      preload: modules to import once, before the worker processes fork.
+      cpu_affinity: worker w is pinned to CPU `cpu_affinity[w % len]`.
+      start_timeout: seconds until every env must exist; also how long a reset may take before it counts as stalled.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; nothing has been started.
+      EnvFailed, WorkerDied, SpecMismatch: an env could not be built, or the envs differ; nothing is left running.
+      OSError: too little memory, with needed and free bytes.
+    """
+
+    def __init__(
+        self,
+        envs: Any,
+        num_envs: int | None = None,
+        *,
+        env_kwargs: dict[str, Any] | None = None,
+        backend: Backend = "process",
+        num_workers: int | None = None,
+        envs_per_worker: int | None = None,
+        worker_threads: bool = False,
+        min_get: int = 1,
+        max_get: int | None = None,
+        timeout: float | None = 0.002,
+        stall_timeout: float | None = 60.0,
+        seed: int | None = None,
+        on_reset: OnReset | None = None,
+        info: Mapping[str, Any] | None = None,
+        max_bytes: Mapping[str, int] | None = None,
+        action_bounds: ActionBounds = "ignore",
+        check: bool = False,
+        debug: bool = False,
+        preload: Sequence[str] = (),
+        cpu_affinity: Sequence[int] | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self.closed = True  # until something runs: __del__ must not warn about a constructor that failed
+        factories = env_sources.factories(envs, num_envs, env_kwargs)
+        self._request = (min_get, max_get, timeout, stall_timeout)
+        self.request_for(len(factories))
+        self.num_slots = len(factories)
+        self.seed = _checked_seed(seed)
+        self.backend, self.debug, self.start_timeout = backend, debug, start_timeout
+        options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check)
+        sizes = pack(self.num_slots, num_workers, envs_per_worker, backend)
+        ends = np.cumsum(sizes).tolist()
+        configs = [
+            WorkerConfig(index, end - size, factories[end - size : end], options, worker_threads)
+            for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        self.fleet = _make_fleet(backend, configs, start_timeout, preload, env_sources.preloads(factories), cpu_affinity)
+        try:
+            self.fleet.launch()
+            observation, action, info_tree, self._spaces = self.fleet.wait_built()
+            self.scatterer = Scatterer(action, [], action_bounds)  # wrong bounds show before memory is taken
+            layout = Layout.plan(self.num_slots, len(configs), observation, action, info_tree)
+            self.table = self.fleet.attach(layout)
+            table = self.table
+            self.scatterer = Scatterer(action, table.action, action_bounds)
+            self.gatherers = (
+                Gatherer(observation, table.observation),
+                Gatherer(info_tree, table.info),
+                Gatherer(action, table.action),
+            )
+            self.wakers = self.fleet.wakers()
+            self.closed = False
+            self._receivers = [Receiver(self, 0, 0, self.num_slots)]
+        except BaseException:
+            self.fleet.closing = True
+            self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
+            raise
+        self._closing = threading.Lock()
+        self._finalizer = weakref.finalize(self, _stop_forgotten, self.fleet)
+
+    # Receiving and sending: the receiver does it.
+
+    def recv(
+        self,
+        min_get: int = DEFAULT,
+        max_get: int | None = DEFAULT,
+        timeout: float | None = DEFAULT,
+        stall_timeout: float | None = DEFAULT,
+    ) -> Batch:
+        """Waits for the next batch of ready records; see `Receiver.recv` for the rules."""
+        return self._receivers[0].recv(min_get, max_get, timeout, stall_timeout)
+
+    def poll(self) -> Batch | None:
+        """Returns the ready records, at most `max_get`, at once; None if there are none."""
+        return self._receivers[0].poll()
+
+    def send(self, actions: Any, env_indices: Any) -> None:
+        """Answers some leased slots, of one batch or of several; see `Receiver.send`."""
+        self._receivers[0].send(actions, env_indices)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._receivers[0])
+
+    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator:
+        """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
+        return BoundedIterator(self._receivers[0], env_steps, "env steps", progress)
+
+    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator:
+        """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
+        return BoundedIterator(self._receivers[0], episodes, "episodes", progress)
+
+    @property
+    def unanswered(self) -> list[Batch]:
+        """The batches that hold slots now, oldest first: send or release them."""
+        return [batch for receiver in self._receivers for batch in receiver.unanswered]
+
+    def split(self, receivers: int) -> list[Receiver]:
+        """Divides the slots into fixed shares with a receiver each, e.g. one per GPU; `recv` here ends.
+
+        Args:
+          receivers: how many, at most 16 and at most one per slot.
+
+        Raises:
+          ValueError: too many or too few.
+          SlotLoaderError: the loader has been split already, or a batch is unanswered.
+        """
+        most = min(MAX_RECEIVERS, self.num_slots)
+        if not 1 <= receivers <= most:
+            raise ValueError(f"split: expected 1 to {most} receivers, found {receivers}")
+        main = self._receivers[0]
+        if main.retired or len(self._receivers) > 1:
+            raise SlotLoaderError("split: this loader has been split already")
+        if main.unanswered:
+            raise SlotLoaderError("split: expected no unanswered batch; send or release them first")
+        main.retired = True
+        spans = list(itertools.pairwise(np.linspace(0, self.num_slots, receivers + 1).astype(int).tolist()))
+        for index, (first, end) in enumerate(spans):
+            self.table.first_slot[index], self.table.end_slot[index] = first, end
+            self.table.receiver[first:end] = index
+        parts = [Receiver(self, index, *span) for index, span in enumerate(spans)]
+        for receiver in parts:
+            receiver.lose(np.flatnonzero(self.table.state == SlotState.DEAD).tolist())
+        self._receivers = parts
+        return parts
+
+    # The spaces and the envs.
+
+    @property
+    def observation_space(self) -> Any:
+        """The envs' observation space (of one env), or the dm_env spec."""
+        return self._load_spaces()[0]
+
+    @property
+    def action_space(self) -> Any:
+        """The envs' action space (of one env), or the dm_env spec."""
+        return self._load_spaces()[1]
+
+    def _load_spaces(self) -> Any:
+        if hasattr(self._spaces, "load"):
+            self._spaces = self._spaces.load()
+        return self._spaces
+
+    @property
+    def num_envs(self) -> int:
+        """The same as `num_slots`: gymnasium's word."""
+        return self.num_slots
+
+    def call(
+        self, name: str, *args: Any, slots: Sequence[int] | None = None, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Calls `env.name(*args, **kwargs)` in the workers, between two steps of each env.
+
+        Args:
+          name: a method, or an attribute to read; wrappers are looked through.
+          args: positional arguments, pickled.
+          slots: which slots; default all.
+          timeout: seconds to wait for the answers; None waits as long as a step takes.
+          kwargs: keyword arguments, pickled.
+
+        Returns:
+          One result per slot, in the order of `slots`.
+
+        Raises:
+          EnvFailed: a call raised; the env itself goes on.
+        """
+        return self._command("call", slots, timeout, name, args, kwargs)
+
+    def get_attr(self, name: str, slots: Sequence[int] | None = None) -> list[Any]:
+        """Reads an attribute of each env."""
+        return self._command("get_attr", slots, None, name)
+
+    def set_attr(self, name: str, values: Any, slots: Sequence[int] | None = None) -> None:
+        """Sets an attribute of each env, between two of its steps: one value per slot (list or tuple), or one for all."""
+        chosen = self._checked_slots(slots)
+        per_slot = list(values) if isinstance(values, (list, tuple)) else [values] * len(chosen)
+        if len(per_slot) != len(chosen):
+            raise ValueError(f"set_attr: expected {len(chosen)} values, one per slot, found {len(per_slot)}")
+        self._command("set_attr", chosen, None, name, dict(zip(chosen, per_slot, strict=True)))
+
+    def _checked_slots(self, slots: Sequence[int] | None) -> list[int]:
+        chosen = list(range(self.num_slots)) if slots is None else [int(slot) for slot in slots]
+        wrong = [slot for slot in chosen if not 0 <= slot < self.num_slots]
+        if wrong:
+            raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, found {wrong[:8]}")
+        return chosen
+
+    def _command(self, verb: str, slots: Sequence[int] | None, timeout: float | None, *args: Any) -> list[Any]:
+        if self.closed:
+            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+        chosen = self._checked_slots(slots)
+        results = self.fleet.command(verb, chosen, *args, timeout=timeout)
+        return [results[slot] for slot in chosen]
+
+    # Figures and state.
+
+    def stats(self) -> figures.Stats:
+        """Health figures since the start or the last `reset_stats`; `print(loader.stats())` for a table."""
+        dead = self.table.state == SlotState.DEAD
+        return figures.snapshot(self.table, [receiver.meter for receiver in self._receivers], dead)
+
+    def reset_stats(self) -> None:
+        """Starts the figures anew; per-slot times go on."""
+        for receiver in self._receivers:
+            receiver.restart_meter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, lives and counters, for `load_state_dict` of a later run; plain ints and lists."""
+        totals = self.stats()
+        return {
+            "version": 1,
+            "num_slots": self.num_slots,
+            "seed": self.seed,
+            "lives": self.table.life.tolist(),
+            "episodes": self.table.episode.tolist(),
+            "env_steps": totals.env_steps,
+            "completed_episodes": totals.episodes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state: every slot begins the life after its saved one, with a new seed.
+
+        Call it before the first `recv`; the first records that were made meanwhile are discarded.
+
+        Raises:
+          ValueError: the state is of another number of slots or another seed.
+          SlotLoaderError: records have been received already.
+        """
+        expected = {"version": 1, "num_slots": self.num_slots, "seed": self.seed}
+        for key, value in expected.items():
+            if state.get(key) != value:
+                raise ValueError(f"state_dict: expected {key}={value!r}, found {state.get(key)!r}")
+        receiver = self._receivers[0]
+        if receiver.retired or receiver.meter.batches:
+            raise SlotLoaderError("load_state_dict: expected a loader that has not received yet; call it first")
+        lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
+        batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.start_timeout)
+        self.fleet.command("begin_life", range(self.num_slots), lives)
+        # Each env now takes its next action as the wish for its new first record, so any action will do.
+        batch.send(batch.last_action)
+        receiver.restart_meter()
+        receiver.meter.env_steps = int(state["env_steps"])
+        receiver.meter.episodes = int(state["completed_episodes"])
+
+    def raise_events(self) -> None:
+        """Takes what has failed, marks the slots, and raises it; other slots go on."""
+        events = self.fleet.take_events()
+        if not events:
+            return
+        for receiver in self._receivers:
+            receiver.lose([slot for event in events for slot in event.slots])
+        raise error_from(events)
+
+    def request_for(self, num_slots: int) -> Request:
+        """The loader's `recv` defaults for a receiver of `num_slots` slots."""
+        min_get, max_get, timeout, stall_timeout = self._request
+        if num_slots < getattr(self, "num_slots", num_slots):  # a share after `split`
+            min_get = min(min_get, num_slots)
+            max_get = None if max_get is None else max(min_get, min(max_get, num_slots))
+        return Request.checked(min_get, max_get, timeout, stall_timeout, num_slots)
+
+    # The end.
+
+    def close(self) -> None:
+        """Stops and closes every env, within 5 s in all whatever they do; any number of times."""
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+            self._finalizer.detach()
+            self.fleet.closing = True
+            for signal in self.fleet.signals[: len(self._receivers)]:
+                signal.post()
+            self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
+
+    def __enter__(self) -> SlotLoader:
+        if self.closed:
+            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            warnings.warn(
+                "a SlotLoader was not closed; use `with SlotLoader(...) as loader:` or call loader.close()",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"SlotLoader({self.num_slots} slots, {len(self.fleet.configs)} workers, backend={self.backend!r}, {state})"
+
+
+def _stop_forgotten(fleet: Fleet) -> None:
+    """Ends a fleet whose loader was garbage collected or is open when the interpreter exits."""
+    fleet.closing = True
+    fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
+
+
+def _checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(31)
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**62:
+        raise ValueError(f"seed: expected a non-negative integer or None, found {seed!r}")
+    return int(seed)
+
+
+def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: str) -> list[int]:
+    """Number of envs of each worker, as even as possible; inline has one worker.
+
+    Raises:
+      ValueError: the two ways of saying it disagree, or a number is out of range.
+    """
+    if backend == "inline":
+        return [num_envs]
+    for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+            raise ValueError(f"{name}: expected an integer of at least 1, found {value!r}")
+    if num_workers is not None and envs_per_worker is not None and -(-num_envs // envs_per_worker) != num_workers:
+        raise ValueError(
+            f"num_workers={num_workers} and envs_per_worker={envs_per_worker}: expected to agree for {num_envs} envs; "
+            "pass one of them"
+        )
+    if num_workers is None:
+        num_workers = num_envs if envs_per_worker is None else -(-num_envs // envs_per_worker)
+    if num_workers > num_envs:
+        raise ValueError(f"num_workers: expected at most num_envs={num_envs}, found {num_workers}")
+    if envs_per_worker is not None:
+        return [min(envs_per_worker, num_envs - start) for start in range(0, num_envs, envs_per_worker)]
+    return [num_envs // num_workers + (worker < num_envs % num_workers) for worker in range(num_workers)]
+
+
+def _make_fleet(
+    backend: str,
+    configs: list[WorkerConfig],
+    start_timeout: float,
+    preload: Sequence[str],
+    helpful: Sequence[str],
+    cpu_affinity: Sequence[int] | None,
+) -> Fleet:
+    if backend == "inline":
+        return InlineFleet(configs, start_timeout)
+    if backend == "thread":
+        return ThreadFleet(configs, start_timeout)
+    if backend != "process":
+        raise ValueError(f"backend: expected 'process', 'thread' or 'inline', found {backend!r}")
+    try:
+        from slotloader.process_fleet import ProcessFleet
+    except ImportError as error:  # Windows has no posix_ipc
+        raise SlotLoaderError(
+            f"backend='process' needs a POSIX system with posix_ipc ({error}); use backend='thread' or 'inline'"
+        ) from error
+    return ProcessFleet(configs, start_timeout, preload, helpful, cpu_affinity)

@@ -1,0 +1,267 @@
+"""`backend="process"`: worker processes forked by the loader's private nursery."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from slotloader import slots
+from slotloader.channel import Channel
+from slotloader.errors import SlotLoaderError
+from slotloader.fleet import Died, Fleet
+from slotloader.layout import MAX_RECEIVERS, Layout
+from slotloader.signals import SemaphoreSignal, create_semaphore, sweep
+from slotloader.workers import WorkerConfig
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from slotloader.nursery import main; main()"
+_BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_KILL_RESERVE = 1.0  # seconds of the close deadline that are kept for killing and reaping
+
+
+def pickle_factories(configs: Sequence[WorkerConfig]) -> list[bytes]:
+    """Pickles every worker's configuration before any process or region exists.
+
+    Raises:
+      TypeError: a factory cannot travel; the text names its index and the remedy.
+    """
+    sound: set[int] = set()
+    for config in configs:
+        for at, factory in enumerate(config.factories):
+            if id(factory) in sound:
+                continue
+            try:
+                cloudpickle.dumps(factory)
+            except Exception as error:
+                raise TypeError(
+                    f"envs[{config.first_slot + at}]: expected a factory that can be pickled for its worker process, found "
+                    f"{type(error).__name__}: {error}; create locks, files and connections inside the factory, "
+                    'or use backend="thread"'
+                ) from error
+            sound.add(id(factory))
+    return [cloudpickle.dumps(config) for config in configs]
+
+
+class ProcessFleet(Fleet):
+    """Worker processes, their nursery and the thread that listens to both.
+
+    Args:
+      configs: one per worker.
+      start_timeout: seconds until every env must exist.
+      preload: modules that the nursery imports before it forks; it is an error if one cannot be imported.
+      helpful: likewise, but a failure is left to the workers to explain.
+      cpu_affinity: worker w runs on `cpu_affinity[w % len]`; None leaves it to the kernel.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        start_timeout: float,
+        preload: Sequence[str] = (),
+        helpful: Sequence[str] = (),
+        cpu_affinity: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(configs, start_timeout)
+        self._payloads = pickle_factories(configs)
+        self._preload, self._helpful = list(preload), list(helpful)
+        self._affinity = cpu_affinity
+        self._channels: dict[int, Channel] = {}
+        self._pids: dict[int, int] = {}
+        self._stacks: dict[int, str] = {}
+        self._ready = False
+        self._failed_preloads: dict[str, str] = {}
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def launch(self) -> None:
+        """See `Fleet.launch`."""
+        sweep()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = {**dict.fromkeys(_BLAS_LIMITS, "1"), **os.environ}
+            root = str(Path(__file__).resolve().parents[1])
+            self._nursery = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), root],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal is the trainer's alone
+            )
+        self._control = Channel(ours)
+        self._selector.register(ours, selectors.EVENT_READ, None)
+        self._semaphores = [create_semaphore() for _ in range(MAX_RECEIVERS + len(self.configs))]
+        self.signals = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[:MAX_RECEIVERS]]
+        self._wake = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[MAX_RECEIVERS:]]
+        try:
+            path = [entry or os.getcwd() for entry in sys.path]
+            self._control.send(("setup", path, self._helpful + self._preload, [s.name for s in self._semaphores]))
+            for config, payload in zip(self.configs, self._payloads, strict=True):
+                self._spawn(config, payload)
+            self._watcher = threading.Thread(target=self._watch, name="slotloader-watch", daemon=True)
+            self._watcher.start()
+            self._wait_ready()
+        except EOFError as error:
+            raise SlotLoaderError(f"the nursery process ended while it started, status {self._nursery.poll()}") from error
+        finally:
+            for semaphore in self._semaphores:
+                semaphore.unlink()
+
+    def _spawn(self, config: WorkerConfig, payload: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._control.send(("spawn", config.index), (theirs.fileno(),))
+        channel = Channel(ours)
+        affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
+        channel.send((config.first_slot, config.index, payload, affinity))
+        self._channels[config.index] = channel
+        self._selector.register(ours, selectors.EVENT_READ, config.index)
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + self.start_timeout
+        with self._changed:
+            while not self._ready and not self.events and time.monotonic() < deadline:
+                self._changed.wait(0.5)
+        for module in self._preload:
+            if module in self._failed_preloads:
+                raise SlotLoaderError(
+                    f"preload: expected modules that can be imported, found {module!r}:\n{self._failed_preloads[module]}"
+                )
+
+    def attach(self, layout: Layout) -> slots.Table:
+        """See `Fleet.attach`."""
+        memory, fd = slots.create_shared(layout)
+        try:
+            self.table = self.prepared(slots.Table(layout, memory))
+            for channel in self._channels.values():
+                with contextlib.suppress(EOFError):  # a worker that died meanwhile is reported by the nursery
+                    channel.send((layout,), (fd,))
+        finally:
+            os.close(fd)
+        return self.table
+
+    def wakers(self) -> list[Callable[[], None]]:
+        """See `Fleet.wakers`."""
+        return [wake.post for wake in self._wake]
+
+    def send_command(self, worker: int, message: tuple[Any, ...]) -> None:
+        """See `Fleet.send_command`. The message goes first, so that whoever sees the word finds it."""
+        try:
+            self._channels[worker].send(message)
+        except EOFError:
+            return  # its death is on the way
+        self.table.command_words[worker] = 1
+        self._wake[worker].post()
+
+    def stack_of(self, worker: int) -> str:
+        """See `Fleet.stack_of`; the worker's faulthandler writes it, also when it is stuck in C code."""
+        with self._changed:
+            self._stacks.pop(worker, None)
+            try:
+                self._control.send(("stack", worker))
+            except EOFError:
+                return ""
+            self._changed.wait_for(lambda: worker in self._stacks, 2.0)
+            return self._stacks.get(worker, "")
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id of each worker by its index."""
+        return dict(self._pids)
+
+    # The watching thread: turns what arrives into reports.
+
+    def _watch(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                try:
+                    if key.data is None:
+                        message, _ = self._control.receive()
+                        self._from_nursery(*message)
+                    else:
+                        message, _ = self._channels[key.data].receive()
+                        self.deliver(message)
+                except EOFError:
+                    self._selector.unregister(key.fileobj)
+                    if key.data is None:
+                        self._nursery_gone()
+                        return
+
+    def _from_nursery(self, kind: str, *args: Any) -> None:
+        if kind == "exit":
+            worker, pid, exitcode = args
+            self._drain(worker)
+            self._pids.pop(worker, None)
+            self.deliver(Died(worker, self.slots_of(worker), pid, exitcode))
+            return
+        with self._changed:
+            if kind == "ready":
+                self._ready = True
+                self._failed_preloads = args[0]
+            elif kind == "spawned":
+                self._pids[args[0]] = args[1]
+            elif kind == "stack":
+                self._stacks[args[0]] = args[1]
+            self._changed.notify_all()
+
+    def _drain(self, worker: int) -> None:
+        """Reads what a dead worker still said, so that its own words come before its death."""
+        channel = self._channels[worker]
+        if channel.socket in self._selector.get_map():
+            with contextlib.suppress(EOFError):
+                while True:
+                    self.deliver(channel.receive()[0])
+            self._selector.unregister(channel.socket)
+
+    def _nursery_gone(self) -> None:
+        """Without a nursery nobody reaps or restarts: the workers die with it, their children are killed from here."""
+        for worker, pid in list(self._pids.items()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            self._pids.pop(worker, None)
+            self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL))
+
+    def stop(self, deadline: float) -> None:
+        """See `Fleet.stop`."""
+        if self._nursery is None:
+            return
+        if hasattr(self, "table"):
+            for index, wake in enumerate(self._wake):
+                self.table.stop_words[index] = 1
+                wake.post()
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):
+                channel.socket.shutdown(socket.SHUT_WR)  # ends a worker that waits for a message
+        self._wait_gone(deadline - _KILL_RESERVE)
+        left = [index for index in self._channels if index not in self._gone]
+        if left:
+            with contextlib.suppress(EOFError):
+                self._control.send(("kill", left))
+            self._wait_gone(deadline - _KILL_RESERVE / 2)
+        with contextlib.suppress(OSError):
+            self._control.socket.shutdown(socket.SHUT_RDWR)  # the nursery kills what is left and ends
+        try:
+            self._nursery.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._nursery.kill()
+            self._nursery.wait()
+        if hasattr(self, "_watcher"):
+            self._watcher.join(1.0)
+        self._control.close()
+        for channel in self._channels.values():
+            channel.close()
+        self._selector.close()
+
+    def _wait_gone(self, until: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._gone.issuperset(self._channels), max(0.0, until - time.monotonic()))

@@ -1,0 +1,89 @@
+"""A progress bar for people, and the bounded iterators that show it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
+
+from slotloader.batches import Batch
+
+if TYPE_CHECKING:
+    from slotloader.receiver import Receiver
+
+_REDRAW = 0.1  # seconds
+_WIDTH = 28
+
+
+class ProgressBar:
+    """Draws `done / total`, the rate and the time left on one line of a terminal, at most ten times a second.
+
+    Args:
+      total: what counts as finished.
+      unit: what is counted, e.g. "env steps".
+      show: True, False, or None for "if the stream is a terminal".
+      stream: default stderr.
+    """
+
+    def __init__(self, total: int, unit: str, show: bool | None = None, stream: TextIO | None = None) -> None:
+        self._total, self._unit = total, unit
+        self._stream = sys.stderr if stream is None else stream
+        self._show = self._stream.isatty() if show is None else show
+        self._start = time.monotonic()
+        self._next = 0.0
+        self._width = 0
+
+    def update(self, done: int, extra: str = "") -> None:
+        """Redraws if it is time."""
+        now = time.monotonic()
+        if self._show and now >= self._next:
+            self._next = now + _REDRAW
+            self._draw(done, now, extra)
+
+    def close(self, done: int, extra: str = "") -> None:
+        """Draws the last state and ends the line."""
+        if self._show:
+            self._draw(done, time.monotonic(), extra)
+            self._stream.write("\n")
+            self._stream.flush()
+            self._show = False
+
+    def _draw(self, done: int, now: float, extra: str) -> None:
+        share = min(done / self._total, 1.0) if self._total else 1.0
+        filled = int(share * _WIDTH)
+        rate = done / max(now - self._start, 1e-9)
+        left = f", {(self._total - done) / rate:.0f} s left" if 0 < done < self._total else ""
+        bar = "#" * filled + "." * (_WIDTH - filled)
+        text = f"[{bar}] {done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s{left}{extra}"
+        self._stream.write("\r" + text.ljust(self._width))
+        self._stream.flush()
+        self._width = len(text)
+
+
+class BoundedIterator(Iterator[Batch]):
+    """Yields batches until a number of env steps or episodes has come in; answer the last batch too.
+
+    Args:
+      receiver: where batches come from.
+      total: when to stop; the last batch may go beyond it.
+      unit: "env steps" or "episodes".
+      progress: show a bar; None shows it on a terminal.
+    """
+
+    def __init__(self, receiver: Receiver, total: int, unit: str, progress: bool | None) -> None:
+        if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+            raise ValueError(f"{unit}: expected an integer of at least 1, found {total!r}")
+        self._receiver, self._total, self._unit = receiver, total, unit
+        self._batches = iter(receiver)
+        self._bar = ProgressBar(total, unit, progress)
+        self.done = 0
+
+    def __next__(self) -> Batch:
+        if self.done >= self._total:
+            self._bar.close(self.done)
+            raise StopIteration
+        batch = next(self._batches)
+        self.done += len(batch.episodes) if self._unit == "episodes" else int((batch.step_type != 0).sum())
+        self._bar.update(self.done)
+        return batch

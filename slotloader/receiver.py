@@ -1,0 +1,448 @@
+"""Receiving and sending over a share of the slots: the trainer's side of the table.
+
+The receiver is the only one that moves its slots READY -> LEASED -> ACTED (or back to READY). Its lock covers these moves
+and their bookkeeping; no lock is held while it waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slotloader import batches, former
+from slotloader.batches import Batch, Episode
+from slotloader.errors import ActionError, FleetStalled, LeaseExpired, LoaderClosed, SlotLoaderError
+from slotloader.former import Request, Wait
+from slotloader.signals import SLICE, make_fence, make_order_fence
+from slotloader.slots import SlotState
+from slotloader.specs import Array, Tree, build, leaves
+from slotloader.stats import Meter
+
+if TYPE_CHECKING:
+    from slotloader.loader import SlotLoader
+
+_READY, _LEASED, _ACTED, _DEAD = (int(s) for s in (SlotState.READY, SlotState.LEASED, SlotState.ACTED, SlotState.DEAD))
+_TERMINATION, _TRUNCATION = b"\x02", b"\x03"
+
+
+class _Default:
+    """The value of an argument that was left out."""
+
+    def __repr__(self) -> str:
+        return "<the loader's>"
+
+
+DEFAULT: Any = _Default()
+
+
+class Receiver:
+    """Receives from the slots `[first, end)`; made by `SlotLoader` and by `SlotLoader.split`.
+
+    Iterating yields batches until the loader is closed.
+    """
+
+    def __init__(self, loader: SlotLoader, index: int, first: int, end: int) -> None:
+        table = loader.table
+        self._loader, self._fleet, self._table = loader, loader.fleet, table
+        self._index, self._first, self._end = index, first, end
+        self.request = loader.request_for(end - first)
+        self._signal = loader.fleet.signals[index]
+        self._states, self._state = table.state[first:end], table.state
+        self._fence, self._order_fence = make_fence(), make_order_fence()
+        self._wakers, self._worker_of = loader.wakers, table.owner
+        self.gather_observation = loader.gatherers[0]
+        self.gather_info, self.gather_action = loader.gatherers[1], loader.gatherers[2]
+        self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
+        self._receiving = threading.Lock()  # held by the one `recv` that runs
+        self._lease = np.zeros(table.num_slots, np.int64)  # serial of the batch that holds a slot, 0 for none
+        self._acted_ns = np.full(table.num_slots, monotonic_ns(), np.int64)  # when a slot got its last action
+        self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
+        self._serial = 0
+        self._leased = 0
+        self._alive = end - first
+        self._unanswered: dict[int, Batch] = {}
+        self._warned = False
+        self.retired = False  # replaced by `split`
+        self.meter = Meter()
+
+    # Receiving.
+
+    def recv(
+        self,
+        min_get: int = DEFAULT,
+        max_get: int | None = DEFAULT,
+        timeout: float | None = DEFAULT,
+        stall_timeout: float | None = DEFAULT,
+    ) -> Batch:
+        """Waits for the next batch of ready records.
+
+        It returns as soon as at least `min_get` records are ready and either `max_get` are, or nothing more is coming, or
+        `timeout` seconds have passed since the oldest of them became ready. Arguments left out take the loader's values.
+
+        Args:
+          min_get: fewest records to return; at most the number of slots that can become ready.
+          max_get: most records to return, the longest waiting first; None is all slots.
+          timeout: seconds that a ready record may wait for company: 0 never lingers, None waits for `max_get` or until
+            nothing more is coming (lockstep). It never raises.
+          stall_timeout: seconds without enough records until `FleetStalled`; None never.
+
+        Returns:
+          Batch with `env_indices` int64 (B,) ascending and `obs` a tree of (B, ...) arrays, owned by the batch.
+
+        Raises:
+          ValueError: an argument is out of range.
+          SlotLoaderError: fewer than `min_get` slots can become ready, since batches are unanswered; at once.
+          FleetStalled: fewer than `min_get` records within `stall_timeout`; none were taken.
+          EnvFailed, WorkerDied: an env or a worker failed; the other slots can still be used.
+          LoaderClosed: the loader is closed.
+        """
+        if min_get is DEFAULT and max_get is DEFAULT and timeout is DEFAULT and stall_timeout is DEFAULT:
+            request = self.request
+        else:
+            default = self.request
+            if max_get is DEFAULT:  # a min_get of its own above the loader's max_get asks for that many
+                max_get = default.max_get if min_get is DEFAULT else max(default.max_get, min_get)
+            request = Request.checked(
+                min(default.min_get, max_get or default.min_get) if min_get is DEFAULT else min_get,
+                max_get,
+                default.timeout if timeout is DEFAULT else timeout,
+                default.stall_timeout if stall_timeout is DEFAULT else stall_timeout,
+                self._end - self._first,
+            )
+        if not self._receiving.acquire(blocking=False):
+            raise SlotLoaderError(
+                "recv is already running in another thread: a loader has one consumer; for several, use loader.split(n)"
+            )
+        try:
+            return self._receive(request)
+        finally:
+            self._receiving.release()
+
+    def poll(self) -> Batch | None:
+        """Returns the ready records, at most `max_get`, at once; None if there are none."""
+        request = Request(1, self.request.max_get, 0, None)
+        if not self._receiving.acquire(blocking=False):
+            raise SlotLoaderError("recv is already running in another thread; for several consumers use loader.split(n)")
+        try:
+            self._require_open()
+            ready = self._ready()
+            if ready.size == 0 and self._loader.backend == "inline":
+                self._signal.wait(0)  # nobody else would ever step these envs
+                ready = self._ready()
+            if self._fleet.events:
+                self._loader.raise_events()
+            return self._take(ready, request) if ready.size else None
+        finally:
+            self._receiving.release()
+
+    def _receive(self, request: Request) -> Batch:
+        start = changed = monotonic_ns()
+        armed = 0
+        last_ready = -1
+        try:
+            while True:
+                self._require_open()
+                if self._fleet.events:
+                    self._loader.raise_events()
+                ready = self._ready()
+                count = ready.size
+                expected = self._alive - self._leased
+                if request.min_get > expected:
+                    request = self._lowered(request, expected)
+                now = monotonic_ns()
+                oldest = None
+                if request.min_get <= count < request.max_get and request.timeout:
+                    self._order_fence()
+                    oldest = int(self._table.publish_ns[ready].min())
+                wait = former.decide(request, count, expected - count, oldest, now)
+                if wait is None:
+                    return self._take(ready, request)
+                if count != last_ready:
+                    last_ready, changed = count, now
+                if armed != wait.wanted:  # ask to be woken, then look again: see Publisher for the order
+                    armed = wait.wanted
+                    self._table.wanted_words[self._index] = armed
+                    self._fence()
+                    continue
+                self._sleep(request, wait, now, changed if request.timeout is None else start)
+        finally:
+            if armed:
+                self._table.wanted_words[self._index] = 0
+
+    def _ready(self) -> Array:
+        ready: Array = (self._states == _READY).nonzero()[0]
+        return ready if self._first == 0 else ready + self._first
+
+    def _sleep(self, request: Request, wait: Wait, now: int, since: int) -> None:
+        seconds = SLICE
+        if wait.until_ns is not None:
+            seconds = min(seconds, (wait.until_ns - now) * 1e-9)
+        if request.stall_timeout is not None:
+            left = request.stall_timeout - (now - since) * 1e-9
+            if left <= 0:
+                self._raise_if_stalled(request, now, since)
+                left = SLICE
+            seconds = min(seconds, left)
+        self._signal.wait(seconds)
+        self.meter.wait_ns += monotonic_ns() - now
+
+    def _require_open(self) -> None:
+        if self._loader.closed:
+            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+        if self.retired:
+            raise SlotLoaderError("this loader was split: receive from the receivers that loader.split(n) returned")
+
+    def _lowered(self, request: Request, expected: int) -> Request:
+        """`min_get` is above what can come: an error while batches are unanswered, lowered for slots lost for good."""
+        if self._alive == 0:
+            raise SlotLoaderError("no slot is left: every env of this loader has failed; build a new SlotLoader")
+        if request.min_get > self._alive:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"min_get={request.min_get} is more than the {self._alive} slots that are left; it is lowered",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+            request = Request(self._alive, max(self._alive, 1), request.timeout, request.stall_timeout)
+        if request.min_get <= expected:
+            return request
+        held = "; ".join(
+            f"batch of {batch.size} with slots {batch.env_indices.tolist()[:8]}{'...' if batch.size > 8 else ''}"
+            for batch in list(self._unanswered.values())[:4]
+        )
+        raise SlotLoaderError(
+            f"recv: expected at least {request.min_get} slots that can become ready, found {expected}, since {self._leased} "
+            f"of {self._alive} slots are leased in {len(self._unanswered)} unanswered batches ({held}); "
+            "call batch.send(actions) or batch.release() on them (loader.unanswered has them)"
+        )
+
+    def _raise_if_stalled(self, request: Request, now: int, since: int) -> None:
+        coming = [slot for slot in range(self._first, self._end) if self._state[slot] not in (_READY, _LEASED, _DEAD)]
+        excused = {slot for slot in coming if self._is_excused(slot, now)}
+        ready = self._ready().size
+        if request.timeout is None and ready >= request.min_get:
+            if excused:
+                return
+        elif ready + len(excused) >= request.min_get:
+            return
+        ages = {slot: self._age(slot, now) for slot in coming if slot not in excused}
+        slowest = sorted(ages, key=lambda slot: -ages[slot])
+        named = ", ".join(f"slot {slot} ({self._doing(slot)} for {ages[slot]:.2f} s)" for slot in slowest[:8])
+        raise FleetStalled(
+            f"recv: expected at least {request.min_get} ready records within stall_timeout={request.stall_timeout:g} s, "
+            f"found {ready}; the slowest: {named}; nothing was taken, recv may be called again. "
+            "Raise stall_timeout if such steps are normal",
+            slowest,
+        )
+
+    def _is_excused(self, slot: int, now: int) -> bool:
+        starting = self._table.resetting[slot] or self._state[slot] == SlotState.STARTING
+        return bool(starting) and self._age(slot, now) < self._loader.start_timeout
+
+    def _age(self, slot: int, now: int) -> float:
+        busy = self._table.resetting[slot] or self._state[slot] == SlotState.WRITING
+        return float(now - (self._table.begin_ns[slot] if busy else self._acted_ns[slot])) * 1e-9
+
+    def _doing(self, slot: int) -> str:
+        if self._table.resetting[slot]:
+            return "in reset"
+        return {SlotState.WRITING: "in step", SlotState.STARTING: "starting"}.get(
+            SlotState(self._state[slot]), "waiting for its worker"
+        )
+
+    def _take(self, ready: Array, request: Request) -> Batch:
+        table = self._table
+        self._order_fence()  # states before payload
+        with self._lock:
+            if ready.size > request.max_get:
+                ready = former.choose(ready, table.publish_ns[ready], request.max_get)
+            self._serial = serial = self._serial + 1
+            self._state[ready] = _LEASED
+            self._lease[ready] = serial
+            self._leased += ready.size
+            step_type = table.step_type[ready]
+            kinds = step_type.tobytes()
+            episodes: list[Episode] = []
+            if _TERMINATION in kinds or _TRUNCATION in kinds:
+                episodes = batches.read_episodes(table, ready[step_type >= 2].tolist())
+                self.meter.episodes += len(episodes)
+            now = monotonic_ns()
+            batch = Batch(self, serial, now, ready, table.reward[ready], step_type, episodes)
+            self._unanswered[serial] = batch
+            self.meter.batch_taken(now, ready.size, request.max_get, kinds.count(0), now - table.publish_ns[ready])
+        return batch
+
+    # Sending.
+
+    def send(self, actions: Any, env_indices: Any) -> None:
+        """Answers some leased slots, of one batch or of several: all or nothing, safe beside `recv`.
+
+        Args:
+          actions: tree of (N, ...) arrays, by the action space.
+          env_indices: integers (N,), the slots, without repetition.
+
+        Raises:
+          ActionError: an index is unknown, repeated or not leased, or the actions do not fit; no env has stepped.
+        """
+        slots = np.asarray(env_indices)
+        if slots.ndim != 1 or slots.dtype.kind not in "iu":
+            raise ActionError(f"env_indices: expected integers (N,), found {slots.dtype} {slots.shape}")
+        slots = slots.astype(np.int64)
+        unknown = slots[(slots < self._first) | (slots >= self._end)]
+        if unknown.size:
+            raise ActionError(
+                f"env_indices: expected slots from {self._first} to {self._end - 1}, found {unknown.tolist()[:8]}"
+            )
+        if np.unique(slots).size != slots.size:
+            repeated = [slot for slot, count in zip(*np.unique(slots, return_counts=True), strict=True) if count > 1]
+            raise ActionError(f"env_indices: expected each slot once, found repeated {[int(s) for s in repeated[:8]]}")
+        arrays = self._loader.scatterer.check(actions, slots.size)
+        with self._lock:
+            free = slots[self._lease[slots] == 0]
+            if free.size:
+                raise ActionError(
+                    f"env_indices: expected leased slots, found {free.tolist()[:8]} not leased (their batch has been "
+                    "answered, or they are in none)"
+                )
+            serials = np.unique(self._lease[slots], return_counts=True)
+            self._hand_over(slots, arrays)
+            for serial, count in zip(*(part.tolist() for part in serials), strict=True):
+                self._close(self._unanswered[serial], count, answered=True)
+        self._wake(slots)
+
+    def answer(self, batch: Batch, actions: Any) -> None:
+        """`Batch.send`."""
+        slots = batch.env_indices
+        self._require_unanswered(batch)
+        arrays = self._loader.scatterer.check(actions, slots.size)
+        with self._lock:
+            self._require_unanswered(batch)
+            self._hand_over(slots, arrays)
+            self._close(batch, slots.size, answered=True)
+        self._wake(slots)
+
+    def release(self, batch: Batch) -> None:
+        """`Batch.release`."""
+        with self._lock:
+            slots = batch.env_indices[self._lease[batch.env_indices] == batch._serial]
+            if slots.size == 0:
+                return
+            self._lease[slots] = 0
+            self._leased -= slots.size
+            self._state[slots] = _READY
+            self._close(batch, slots.size, answered=False)
+        self._signal.post()  # a recv in another thread may be waiting for just these
+
+    def _require_unanswered(self, batch: Batch) -> None:
+        if batch._left == batch.size:
+            if self._loader.closed:
+                raise LoaderClosed("this loader was closed; the actions have not been sent")
+            return
+        raise LeaseExpired(
+            "this batch has been answered already"
+            if batch._left == 0
+            else f"{batch.size - batch._left} rows of this batch have been answered; send the rest with loader.send"
+        )
+
+    def _hand_over(self, slots: Array, arrays: Sequence[Array]) -> None:
+        """Stores actions and moves the slots LEASED -> ACTED.
+
+        All bookkeeping comes before the state word: the next record may be there at once.
+        """
+        self._lease[slots] = 0
+        self._leased -= slots.size
+        self._acted_ns[slots] = monotonic_ns()
+        self._loader.scatterer.write(slots, arrays)
+        self._order_fence()  # actions, and our last reads of the rows, before the state
+        if self._doomed:
+            slots = self._bury(slots)
+        self._state[slots] = _ACTED
+
+    def _bury(self, slots: Array) -> Array:
+        """Drops the actions of slots whose env has ended; returns the others."""
+        lost: Array = np.array([slot in self._doomed for slot in slots.tolist()])
+        self._state[slots[lost]] = _DEAD
+        self._alive -= int(lost.sum())
+        self.meter.dropped_actions += int(lost.sum())
+        self._doomed.difference_update(slots[lost].tolist())
+        return np.asarray(slots[~lost])
+
+    def _close(self, batch: Batch, rows: int, answered: bool) -> None:
+        batch._left -= rows
+        if batch._rows:
+            for view in batch._rows:
+                view.expire()
+            batch._rows = None
+        if batch._left == 0:
+            del self._unanswered[batch._serial]
+            self.meter.batch_closed(monotonic_ns(), batch._taken_ns, answered)
+
+    def _wake(self, slots: Array) -> None:
+        for worker in set(self._worker_of[slots].tolist()):
+            self._wakers[worker]()
+
+    # What the loader asks of its receivers.
+
+    def lose(self, slots: Sequence[int]) -> None:
+        """Those envs have ended for good and their writers are gone: finished records are still delivered."""
+        with self._lock:
+            for slot in slots:
+                if not self._first <= slot < self._end or slot in self._doomed or self._state[slot] == _DEAD:
+                    continue
+                if self._state[slot] in (_READY, _LEASED):
+                    self._doomed.add(slot)
+                else:
+                    self._state[slot] = _DEAD
+                    self._alive -= 1
+
+    def restart_meter(self) -> None:
+        """Begins new figures; batches that are out count in the new ones."""
+        with self._lock:
+            fresh = Meter()
+            fresh.adopt_open(len(self._unanswered))
+            self.meter = fresh
+
+    def columns_for_view(self) -> tuple[Any, list[Array]]:
+        """The observation tree over the table itself, read-only; in debug mode over copies, returned to be poisoned."""
+        tree: Tree = self._table.layout.observation
+        if self._loader.debug:
+            copies = [column.copy() for column in self._table.observation]
+            return _tree_of_columns(tree, copies), copies
+        views = []
+        for column in self._table.observation:
+            view = column.view()
+            view.flags.writeable = False
+            views.append(view)
+        return _tree_of_columns(tree, views), []
+
+    @property
+    def unanswered(self) -> list[Batch]:
+        """The batches that hold slots now, oldest first: send or release them."""
+        return list(self._unanswered.values())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return BatchIterator(self)
+
+
+def _tree_of_columns(tree: Tree, columns: Sequence[Array]) -> Any:
+    at = iter(columns)
+    return build(tree, (batches.Gatherer._value(leaf, at) for leaf in leaves(tree)))
+
+
+class BatchIterator(Iterator[Batch]):
+    """Yields batches until the loader is closed. An object and no generator: after an exception it goes on."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def __next__(self) -> Batch:
+        try:
+            return self._receiver.recv()
+        except LoaderClosed:
+            raise StopIteration from None

@@ -1,0 +1,374 @@
+"""One environment in one slot: step, reset, publish. The only code that writes the request side of a local slot."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+
+from slotloader import values
+from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factory, life_seed
+from slotloader.errors import SpecMismatch
+from slotloader.layout import INFO_BYTES
+from slotloader.signals import Signal, make_fence, make_order_fence
+from slotloader.slots import SlotState, StepType, Table
+from slotloader.spaces import column_of, tree_of
+from slotloader.specs import Array, Tree, leaves, show_value
+
+_ACTED, _WRITING, _READY = int(SlotState.ACTED), int(SlotState.WRITING), int(SlotState.READY)
+_FIRST, _MID = int(StepType.FIRST), int(StepType.MID)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+OnReset = Callable[[EpisodeKey], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class EnvOptions:
+    """What all envs of a loader share.
+
+    Attributes:
+      seed: base seed, see `envs.life_seed`.
+      on_reset: steers each reset; returns a dict with `seed` and `options`, or None.
+      info: declared info columns, name to dtype, `(dtype, shape)` or space.
+      max_bytes: capacities of TEXT and PACKED leaves.
+      check: also refuse NaN and values out of bounds.
+    """
+
+    seed: int
+    on_reset: OnReset | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    max_bytes: Mapping[str, int] = field(default_factory=dict)
+    check: bool = False
+
+
+class Publisher:
+    """Makes records visible to the trainer and wakes it when it asked for that.
+
+    Store order: payload, order fence, state word, full fence, look at `wanted`. The receiver stores `wanted`, fences and
+    then looks at the states, so one of the two sees the other: a wake-up cannot be lost between them.
+    """
+
+    def __init__(self, table: Table, wake: Sequence[Signal]) -> None:
+        self._state, self._states = table.state_words, table.state
+        self._receiver, self._wanted = table.receiver_words, table.wanted_words
+        self._first, self._end = table.first_slot_words, table.end_slot_words
+        self._post = [signal.post for signal in wake]
+        self._fence, self.order_fence = make_fence(), make_order_fence()
+
+    def publish(self, slot: int) -> None:
+        """Hands the slot's finished rows to the trainer."""
+        self.order_fence()
+        self._state[slot] = _READY
+        self._fence()
+        receiver = self._receiver[slot]
+        wanted = self._wanted[receiver]
+        if wanted and (wanted == 1 or self._count(receiver) >= wanted):
+            self._post[receiver]()
+
+    def _count(self, receiver: int) -> int:
+        return int(np.count_nonzero(self._states[self._first[receiver] : self._end[receiver]] == _READY))
+
+
+class EnvRunner:
+    """Owns one env from factory to close; every method runs in one and the same thread.
+
+    Attributes:
+      slot: the row that it writes.
+      wants_reset: its episode has ended and the reset for the next one has not been done.
+      started: its first reset has been begun.
+      failed: its env raised; nothing more will be published.
+      phase: "factory", "reset", "step" or "close": where an exception came from.
+    """
+
+    def __init__(self, slot: int, worker: int, factory: EnvFactory, options: EnvOptions, life: int = 0) -> None:
+        self.slot, self.worker, self.life = slot, worker, life
+        self.wants_reset = True
+        self.started = self.failed = False
+        self.phase = "factory"
+        self._factory, self._options = factory, options
+        self._ended = True  # the next action only releases the next FIRST record
+        self._fresh = False  # the reset has been done, its record waits in private memory
+        self._reset_error: Exception | None = None
+        self._episode = -1
+        self._seed: int | None = None
+        self._length, self._return = 0, 0.0
+        self._steps = self._step_ns = self._resets = self._reset_ns = self._sequence = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def build(self) -> None:
+        """Calls the factory and translates the declared spaces."""
+        options = self._options
+        seed = life_seed(options.seed, self.slot, self.life)
+        self.env = Env(call_factory(self._factory, EnvContext(self.slot, self.life, self.worker, seed)))
+        self.observation = tree_of(self.env.observation_space, ("obs",), options.max_bytes)
+        self.action = tree_of(self.env.action_space, ("action",), options.max_bytes)
+        self.info: dict[str, Tree] = {name: column_of(name, declared) for name, declared in options.info.items()}
+
+    def attach(self, table: Table, publisher: Publisher) -> None:
+        """Binds the env to its rows."""
+        slot, check = self.slot, self._options.check
+        self._publisher = publisher
+        self._write_obs = values.writer(self.observation, table.observation, slot, ("obs",), check)
+        self._spare = [np.zeros((1, *column.shape[1:]), column.dtype) for column in table.observation]
+        self._write_spare = values.writer(self.observation, self._spare, 0, ("obs",), check)
+        self._obs_rows = [(c[slot, ...], s[0, ...]) for c, s in zip(table.observation, self._spare, strict=True)]
+        self._read_action = values.reader(self.action, table.action, slot)
+        self._info_columns = self._attach_info(table)
+        self._last_info: Mapping[str, Any] = {}
+        self._state, self._step_type, self._reward = table.state_words, table.step_type_words, table.reward_words
+        self._publish_ns, self._begin_ns = table.publish_ns_words, table.begin_ns_words
+        self._sequence_word, self._resetting = table.sequence_words, table.resetting_words
+        self._return_word, self._length_word = table.episode_return_words, table.episode_length_words
+        self._steps_word, self._step_ns_word = table.steps_words, table.step_ns_words
+        self._table = table
+        self._sequence = int(table.sequence[slot])
+
+    def _attach_info(self, table: Table) -> list[tuple[str, Callable[[Any], None], list[Array]]]:
+        columns, at = [], 0
+        for name, tree in self.info.items():
+            count = sum(len(values.parts(leaf)) for leaf in leaves(tree))
+            arrays = table.info[at : at + count]
+            rows = [array[self.slot, ...] for array in arrays]
+            columns.append((name, values.writer(tree, arrays, self.slot, ("info", name), self._options.check), rows))
+            at += count
+        return columns
+
+    def begin_life(self, life: int) -> None:
+        """Starts over with the seeds of another life; takes effect with the slot's next action."""
+        self.life, self._episode = life, -1
+        self._ended, self._fresh, self.wants_reset, self._reset_error = True, False, True, None
+
+    # One move of the slot: the step for its action, or the record that a reset left behind.
+
+    def advance(self) -> None:
+        """Serves an ACTED slot: steps, or publishes the FIRST record that answers a terminal one."""
+        if self.env.is_async:
+            self._run(self.advance_async())
+            return
+        self._state[self.slot] = _WRITING
+        if self._ended:
+            if self.wants_reset:
+                self._finish_reset(self._start_reset())
+            self.publish_first()
+            return
+        self._publisher.order_fence()
+        self.phase = "step"
+        begin = self._begin_ns[self.slot] = monotonic_ns()
+        self._finish_step(self.env.step(self._read_action()), begin)
+
+    def reset(self) -> None:
+        """Resets ahead of time; a failure is kept until the terminal record has been answered."""
+        if self.env.is_async:
+            self._run(self.reset_async())
+            return
+        try:
+            self._finish_reset(self._start_reset())
+        except Exception as error:
+            self._keep(error)
+
+    async def advance_async(self) -> None:
+        """`advance` for an env whose `reset` and `step` are coroutines."""
+        self._state[self.slot] = _WRITING
+        if self._ended:
+            if self.wants_reset:
+                self._finish_reset(await _settle(self._start_reset()))
+            self.publish_first()
+            return
+        self._publisher.order_fence()
+        self.phase = "step"
+        begin = self._begin_ns[self.slot] = monotonic_ns()
+        self._finish_step(await _settle(self.env.step(self._read_action())), begin)
+
+    async def reset_async(self) -> None:
+        """`reset` for an async env."""
+        try:
+            self._finish_reset(await _settle(self._start_reset()))
+        except Exception as error:
+            self._keep(error)
+
+    def _run(self, coroutine: Any) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(coroutine)
+
+    def adopt_loop(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+        """Uses `loop` for this env's coroutines, and closes it with the env."""
+        self._loop = loop
+        return loop
+
+    def settle(self, result: Any) -> Any:
+        """The value of `result`, which may be a coroutine of an async env."""
+        return self._run(result) if asyncio.iscoroutine(result) else result
+
+    @property
+    def steps_taken(self) -> int:
+        """Calls of `env.step` that returned, in this life."""
+        return self._steps
+
+    def _keep(self, error: Exception) -> None:
+        self._reset_error = error
+        self._resetting[self.slot] = 0
+        self.wants_reset = False
+
+    # The parts of a move, shared by both calling styles.
+
+    def _start_reset(self) -> Any:
+        self.phase = "reset"
+        self._episode += 1
+        seed = life_seed(self._options.seed, self.slot, self.life) if self._episode == 0 else None
+        options = None
+        if self._options.on_reset is not None:
+            wish = dict(self._options.on_reset(EpisodeKey(self.slot, self.life, self._episode)) or {})
+            seed, options = wish.pop("seed", seed), wish.pop("options", None)
+            if wish:
+                raise SpecMismatch(f"on_reset: expected a dict with seed and options, found also {list(wish)}")
+        self._seed = seed
+        self._begin_ns[self.slot] = monotonic_ns()
+        self._resetting[self.slot] = 1
+        return self.env.reset(seed, options)
+
+    def _finish_reset(self, result: Any) -> None:
+        slot = self.slot
+        self._resets += 1
+        self._reset_ns += monotonic_ns() - self._begin_ns[slot]
+        self._table.resets_words[slot], self._table.reset_ns_words[slot] = self._resets, self._reset_ns
+        observation, info = self.env.read_reset(result)
+        self._write_spare(observation)
+        self._last_info = info
+        self._resetting[slot] = 0
+        self.wants_reset, self._fresh = False, True
+
+    def publish_first(self) -> None:
+        """Publishes the record that a reset left in private memory; raises what a failed reset raised."""
+        if self._reset_error is not None:
+            error, self._reset_error = self._reset_error, None
+            raise error
+        slot, table = self.slot, self._table
+        for row, spare in self._obs_rows:
+            row[...] = spare
+        self._write_info(self._last_info)
+        self._ended = self._fresh = False
+        self._length, self._return = 0, 0.0
+        table.life_words[slot], table.episode_words[slot] = self.life, self._episode
+        table.episode_seed_words[slot] = -1 if self._seed is None else self._seed
+        self._publish(_FIRST, 0.0, monotonic_ns())
+
+    def _finish_step(self, result: Any, begin: int) -> None:
+        now = monotonic_ns()
+        observation, reward, terminated, truncated, info = self.env.read_step(result)
+        self._write_obs(observation)
+        if type(reward) is not float or not -_FLOAT32_MAX <= reward <= _FLOAT32_MAX:
+            reward = _fit_reward(reward)
+        if self._info_columns:
+            self._write_info(info)
+        self._length += 1
+        self._return += reward
+        self._steps += 1
+        self._step_ns += now - begin
+        slot = self.slot
+        self._steps_word[slot], self._step_ns_word[slot] = self._steps, self._step_ns
+        if terminated or truncated:
+            self._ended = self.wants_reset = True
+            self._write_last_info(info)
+            step_type = int(StepType.TERMINATION if terminated else StepType.TRUNCATION)
+            self._publish(step_type, reward, now)
+        else:
+            self._publish(_MID, reward, now)
+
+    def _publish(self, step_type: int, reward: float, now: int) -> None:
+        slot = self.slot
+        self._step_type[slot] = step_type
+        self._reward[slot] = reward
+        self._return_word[slot], self._length_word[slot] = self._return, self._length
+        self._sequence += 1
+        self._sequence_word[slot] = self._sequence
+        self._publish_ns[slot] = now
+        self._publisher.publish(slot)
+
+    def _write_info(self, info: Mapping[str, Any]) -> None:
+        for name, write, rows in self._info_columns:
+            if name in info:
+                write(info[name])
+            else:  # a column that a record lacks is zero, as in gymnasium's vector infos
+                for row in rows:
+                    row[...] = 0
+
+    def _write_last_info(self, info: Mapping[str, Any]) -> None:
+        data = pack_info(info)
+        self._table.info_data[self.slot, : len(data)] = np.frombuffer(data, np.uint8)
+        self._table.info_length_words[self.slot] = len(data)
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `env.name(*args, **kwargs)`, looking through wrappers; a value that is not callable is returned."""
+        found = self.get_attr(name)
+        return found(*args, **kwargs) if callable(found) else found
+
+    def get_attr(self, name: str) -> Any:
+        """An attribute of the env, looking through wrappers."""
+        getter = getattr(self.env.raw, "get_wrapper_attr", None)
+        return getter(name) if callable(getter) else getattr(self.env.raw, name)
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Sets an attribute where it exists, else on the outermost env."""
+        setter = getattr(self.env.raw, "set_wrapper_attr", None)
+        if callable(setter):
+            setter(name, value)
+        else:
+            setattr(self.env.raw, name, value)
+
+    def close(self) -> None:
+        """Closes the env once; a runner that never built one does nothing."""
+        self.phase = "close"
+        env, self.failed = getattr(self, "env", None), True
+        if env is not None:
+            del self.env
+            self.settle(env.close())
+
+
+async def _settle(result: Any) -> Any:
+    return await result if asyncio.iscoroutine(result) or asyncio.isfuture(result) else result
+
+
+def _fit_reward(reward: Any) -> float:
+    """A float that float32 can hold; None (dm_env) is 0."""
+    if reward is None:
+        return 0.0
+    number = np.asarray(reward)
+    if number.shape != () or number.dtype.kind not in "biuf":
+        raise SpecMismatch(f"reward: expected a number, found {show_value(reward)}")
+    value = float(number)
+    if math.isfinite(value) and abs(value) > _FLOAT32_MAX:
+        raise SpecMismatch(f"reward: expected a number that float32 can hold, found {value}")
+    return value
+
+
+def pack_info(info: Mapping[str, Any]) -> bytes:
+    """The info of a last record in at most `INFO_BYTES`: what cannot be packed or does not fit is named, not sent.
+
+    Returns:
+      msgpack of `(info, dropped)`, `dropped` being the tuple of keys left out, the largest first.
+    """
+    try:
+        data = values.pack((info, ()))
+        if len(data) <= INFO_BYTES:
+            return data
+    except (TypeError, ValueError, OverflowError):
+        pass
+    packed: dict[str, bytes] = {}
+    dropped: list[str] = []
+    for key, value in info.items():
+        try:
+            packed[str(key)] = values.pack(value)
+        except (TypeError, ValueError, OverflowError):
+            dropped.append(str(key))
+    order = sorted(packed, key=lambda key: len(packed[key]), reverse=True)
+    while True:
+        data = values.pack(({str(key): info[key] for key in info if str(key) in order}, dropped[:32]))
+        if len(data) <= INFO_BYTES or not order:
+            return data if len(data) <= INFO_BYTES else values.pack(({}, ("...",)))
+        dropped.append(order.pop(0))

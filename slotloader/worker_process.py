@@ -1,0 +1,91 @@
+"""What a forked worker process does: builds its envs, attaches to the region, serves until told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import posix_ipc
+
+from slotloader import slots, workers
+from slotloader.channel import Channel
+from slotloader.layout import MAX_RECEIVERS
+from slotloader.signals import SemaphoreSignal
+
+
+class PickledSpaces:
+    """Spaces as bytes: the trainer unpickles them only if the user asks for them."""
+
+    def __init__(self, spaces: Any) -> None:
+        self.data = cloudpickle.dumps(spaces)
+
+    def load(self) -> Any:
+        """The spaces; imports the package that they come from."""
+        return pickle.loads(self.data)
+
+
+def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
+    """Runs one worker to its end.
+
+    Args:
+      channel: the command socket; the first message is a pickled `WorkerConfig` in bytes, the second `(layout,)` with the
+        region's descriptor.
+      semaphores: one per receiver, then one per worker.
+    """
+
+    def report(message: Any) -> None:
+        with contextlib.suppress(EOFError):  # a trainer that is gone is the nursery's business
+            channel.send(message)
+
+    try:
+        config, affinity = _configuration(channel, report)
+    except EOFError:
+        return
+    if affinity:
+        os.sched_setaffinity(0, affinity)
+    worker = workers.make_worker(config, report)
+    worker.pack_spaces = PickledSpaces
+    try:
+        if worker.build():
+            worker = workers.choose(worker, report)
+            (layout,), fds = channel.receive()
+            table = slots.attach(layout, fds[0])
+            os.close(fds[0])
+            worker.attach(table, [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]])
+            worker.run(SemaphoreSignal(semaphores[MAX_RECEIVERS + config.index]), lambda: _next_command(channel))
+        else:
+            channel.receive()  # wait to be told to end, so that the failure is read before the exit is
+    except EOFError:
+        pass  # the trainer has closed the socket: end in order
+    finally:
+        worker.close()
+
+
+def _configuration(channel: Channel, report: Any) -> Any:
+    """Unpickles the configuration; a module that cannot be imported here is reported like a factory that raises."""
+    (first_slot, index, data, affinity), _ = channel.receive()
+    try:
+        return pickle.loads(data), affinity
+    except Exception as error:
+        report(
+            workers.Failed(
+                index, (first_slot,), os.getpid(), "unpickling", 0, type(error).__name__, str(error)[:4000],
+                traceback.format_exc()[-16000:],
+            )
+        )  # fmt: skip
+        channel.receive()
+        raise EOFError from error
+
+
+def _next_command(channel: Channel) -> Any:
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    if not poll.poll(0):
+        return None
+    return channel.receive()[0]

@@ -1,0 +1,441 @@
+"""The worker loop: serves the slots that have actions, then resets ahead, then sleeps.
+
+One worker hosts some envs. It steps them one after another, in one thread each (`worker_threads`), or as tasks of one
+event loop (async envs); the moves of a single env are the same in all three (`runner`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from slotloader.envs import EnvFactory
+from slotloader.runner import EnvOptions, EnvRunner, Publisher
+from slotloader.signals import Signal
+from slotloader.slots import SlotState, Table
+from slotloader.specs import Tree
+
+_ACTED, _WRITING = int(SlotState.ACTED), int(SlotState.WRITING)
+_IDLE_WAIT = 1.0
+
+Report = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What one worker hosts.
+
+    Attributes:
+      index: which worker of the loader it is.
+      first_slot: its envs own the slots from here on.
+      factories: one per env.
+      options: what all envs share.
+      threads: step each env in a thread of its own.
+      lives: life of each env.
+    """
+
+    index: int
+    first_slot: int
+    factories: Sequence[EnvFactory]
+    options: EnvOptions
+    threads: bool = False
+    lives: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Built:
+    """Report of a worker whose envs exist: the trees of each, and the first env's spaces for the user."""
+
+    worker: int
+    specs: Sequence[tuple[Tree, Tree, Tree]]
+    spaces: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Report of envs that raised; only strings cross, so nothing of the exception has to be picklable."""
+
+    worker: int
+    slots: tuple[int, ...]
+    pid: int
+    phase: str
+    step: int
+    error_type: str
+    text: str
+    traceback: str
+    cause: BaseException | None = None  # kept where worker and trainer are one process
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Report of a control call: `results` by slot, or the failure of one."""
+
+    worker: int
+    ticket: int
+    results: dict[int, Any]
+    failure: Failed | None = None
+
+
+def describe_failure(worker: int, runner: EnvRunner, error: BaseException, keep: bool) -> Failed:
+    """Turns an exception of an env into strings; survives exceptions whose `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "<the exception's __str__ raised>"
+    try:
+        lines = "".join(traceback.format_exception(error))
+    except BaseException:
+        lines = "".join(traceback.format_tb(error.__traceback__))
+    return Failed(
+        worker, (runner.slot,), os.getpid(), runner.phase, runner.steps_taken, type(error).__name__, text[:4000],
+        lines[-16000:], error if keep else None,
+    )  # fmt: skip
+
+
+class Worker:
+    """Steps its envs one after another in the calling thread; base of the other two.
+
+    Args:
+      config: what to host.
+      report: takes `Built`, `Failed` and `Answer` reports to the trainer.
+      in_process: worker and trainer share a process, so exceptions can be passed on as they are.
+    """
+
+    def __init__(self, config: WorkerConfig, report: Report, in_process: bool = False) -> None:
+        self.config, self._report, self._in_process = config, report, in_process
+        self.pack_spaces: Callable[[Any], Any] = lambda spaces: spaces
+        lives = config.lives or [0] * len(config.factories)
+        self.runners = [
+            EnvRunner(config.first_slot + at, config.index, factory, config.options, lives[at])
+            for at, factory in enumerate(config.factories)
+        ]
+        self._first, self._end = config.first_slot, config.first_slot + len(self.runners)
+
+    def build(self) -> bool:
+        """Builds every env and reports the specs, or the first failure; False if one failed."""
+        for runner in self.runners:
+            try:
+                self._within(runner, runner.build)
+            except (Exception, SystemExit) as error:
+                self._report(describe_failure(self.config.index, runner, error, self._in_process))
+                return False
+        first = self.runners[0].env
+        self._report(
+            Built(
+                self.config.index,
+                [(runner.observation, runner.action, runner.info) for runner in self.runners],
+                self.pack_spaces((first.observation_space, first.action_space)),
+            )
+        )
+        return True
+
+    def attach(self, table: Table, wake: Sequence[Signal]) -> None:
+        """Binds the envs to the table; `wake` has one signal per receiver."""
+        self._table = table
+        self._states = table.state_words
+        publisher = Publisher(table, wake)
+        for runner in self.runners:
+            runner.attach(table, publisher)
+
+    def start(self) -> None:
+        """Begins the first resets; here they are the first of `reset_one`, so that no slot waits for all of them."""
+
+    def _first_record(self, runner: EnvRunner) -> None:
+        runner.started = True
+        try:
+            runner.reset()
+            runner.publish_first()
+        except (Exception, SystemExit) as error:
+            self._fail(runner, error)
+
+    def serve(self) -> bool:
+        """One pass over the slots that have actions; False if there were none."""
+        acted = self._states[self._first : self._end].tobytes()
+        at = acted.find(_ACTED)
+        if at < 0:
+            return False
+        served = False
+        while at >= 0:
+            runner = self.runners[at]
+            if not runner.failed:
+                self.advance(runner)
+                served = True
+            at = acted.find(_ACTED, at + 1)
+        return served
+
+    def serve_one(self) -> bool:
+        """Serves one slot, or does one reset ahead; False if there is nothing to do (inline backend)."""
+        acted = self._states[self._first : self._end].tobytes()
+        for at in range(len(acted)):
+            runner = self.runners[at]
+            if acted[at] == _ACTED and not runner.failed:
+                self.advance(runner)
+                return True
+        return self.reset_one()
+
+    def advance(self, runner: EnvRunner) -> None:
+        """Moves one ACTED slot on."""
+        try:
+            runner.advance()
+        except (Exception, SystemExit) as error:
+            self._fail(runner, error)
+
+    def reset_one(self) -> bool:
+        """Resets one env: its very first time, or ahead of the action that will ask for its next episode."""
+        for runner in self.runners:
+            if runner.wants_reset and not runner.failed:
+                if runner.started:
+                    runner.reset()
+                else:
+                    self._first_record(runner)
+                return True
+        return False
+
+    def _fail(self, runner: EnvRunner, error: BaseException) -> None:
+        runner.failed = True
+        self._report(describe_failure(self.config.index, runner, error, self._in_process))
+
+    def run(self, signal: Signal, receive: Callable[[], Any]) -> None:
+        """The loop of a worker of its own: until told to stop.
+
+        Args:
+          signal: what the trainer posts after it has stored actions or a command.
+          receive: takes the next command message, `(ticket, verb, ...)`.
+        """
+        self.start()
+        commands, stop, index = self._table.command_words, self._table.stop_words, self.config.index
+        while True:
+            if stop[index]:
+                return
+            if commands[index]:
+                commands[index] = 0
+                self.obey(receive)
+            if self.serve() or self.reset_one():
+                continue
+            signal.wait(_IDLE_WAIT)
+
+    def obey(self, receive: Callable[[], Any]) -> None:
+        """Carries out every command that waits."""
+        while (message := receive()) is not None:
+            self._report(self.carry_out(*message))
+
+    def carry_out(self, ticket: int, verb: str, slots: Sequence[int], *args: Any) -> Answer:
+        """Runs `verb` on the envs of `slots` between two of their steps."""
+        results: dict[int, Any] = {}
+        for runner in self.runners:
+            if runner.slot not in slots:
+                continue
+            try:
+                if runner.failed:
+                    raise RuntimeError("this env has failed; it takes no calls")
+                results[runner.slot] = self._within(runner, partial(_settled_call, runner, verb, args))
+            except (Exception, SystemExit) as error:
+                runner.phase = verb
+                failure = describe_failure(self.config.index, runner, error, self._in_process)
+                return Answer(self.config.index, ticket, results, failure)
+        return Answer(self.config.index, ticket, results)
+
+    def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
+        """Runs `function` in the thread that owns the env."""
+        return function()
+
+    def close(self) -> None:
+        """Closes every env once; an env whose close raises does not keep the others open."""
+        for runner in self.runners:
+            try:
+                self._within(runner, runner.close)
+            except (Exception, SystemExit) as error:
+                self._report(describe_failure(self.config.index, runner, error, self._in_process))
+
+
+def _settled_call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
+    return runner.settle(_call(runner, verb, args))
+
+
+def _call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
+    if verb == "call":
+        name, positional, keywords = args
+        return runner.call(name, positional, keywords)
+    if verb == "get_attr":
+        return runner.get_attr(args[0])
+    if verb == "set_attr":
+        return runner.set_attr(args[0], args[1][runner.slot])
+    if verb == "begin_life":
+        return runner.begin_life(args[0][runner.slot])
+    raise ValueError(f"unknown command {verb!r}")
+
+
+class Lane:
+    """A thread that runs functions for one env, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self.thread.start()
+
+    def _loop(self) -> None:
+        while (function := self._work.get()) is not None:
+            function()
+
+    def put(self, function: Callable[[], None]) -> None:
+        """Queues a function that does not raise."""
+        self._work.put(function)
+
+    def result_of(self, function: Callable[[], Any]) -> Any:
+        """Runs `function` in the lane and waits for its result or exception."""
+        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((function(), None))
+            except BaseException as error:
+                done.put((None, error))
+
+        self.put(run)
+        result, error = done.get()
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        """Lets the thread finish after what is queued."""
+        self._work.put(None)
+
+
+class ThreadedWorker(Worker):
+    """Steps every env in a lane of its own, for envs that wait on I/O."""
+
+    def __init__(self, config: WorkerConfig, report: Report, in_process: bool = False) -> None:
+        super().__init__(config, report, in_process)
+        self._lanes = {runner.slot: Lane(f"slotloader-env-{runner.slot}") for runner in self.runners}
+
+    def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
+        return self._lanes[runner.slot].result_of(function)
+
+    def start(self) -> None:
+        """See `Worker.start`."""
+        for runner in self.runners:
+            self._lanes[runner.slot].put(partial(self._first_record, runner))
+
+    def advance(self, runner: EnvRunner) -> None:
+        """Claims the slot and lets its lane serve it."""
+        self._states[runner.slot] = _WRITING
+        self._lanes[runner.slot].put(lambda: self._advance_and_reset(runner))
+
+    def _advance_and_reset(self, runner: EnvRunner) -> None:
+        super().advance(runner)
+        if runner.wants_reset and not runner.failed:
+            runner.reset()
+
+    def reset_one(self) -> bool:
+        """Lanes reset by themselves."""
+        return False
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        super().close()
+        for lane in self._lanes.values():
+            lane.end()
+
+
+class AsyncWorker(Worker):
+    """Serves its slots as tasks of one event loop, for envs with `async def reset` and `step`."""
+
+    def start(self) -> None:
+        """Nothing yet: first records are tasks too, made by `run`."""
+
+    def run(self, signal: Signal, receive: Callable[[], Any]) -> None:
+        """See `Worker.run`. A helper thread turns posts into wake-ups of the event loop."""
+        self._loop = self.runners[0].adopt_loop(asyncio.new_event_loop())
+        for runner in self.runners[1:]:
+            runner.adopt_loop(self._loop)
+        self._loop.run_until_complete(self._serve_until_stop(signal, receive))
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+
+    async def _serve_until_stop(self, signal: Signal, receive: Callable[[], Any]) -> None:
+        loop, woken, ended = self._loop, asyncio.Event(), threading.Event()
+
+        def watch() -> None:
+            while not ended.is_set():
+                signal.wait(_IDLE_WAIT)
+                if not ended.is_set():
+                    loop.call_soon_threadsafe(woken.set)
+
+        thread = threading.Thread(target=watch, name="slotloader-wake", daemon=True)
+        thread.start()
+        self._busy = {runner.slot: asyncio.Lock() for runner in self.runners}
+        tasks = {loop.create_task(self._first_async(runner)) for runner in self.runners}
+        commands, stop, index = self._table.command_words, self._table.stop_words, self.config.index
+        while not stop[index]:
+            if commands[index]:
+                commands[index] = 0
+                while (message := receive()) is not None:
+                    tasks.add(loop.create_task(self._carry_out_async(message)))
+            acted = self._states[self._first : self._end].tobytes()
+            for at, runner in enumerate(self.runners):
+                if acted[at] == _ACTED and not runner.failed:
+                    self._states[runner.slot] = _WRITING
+                    tasks.add(loop.create_task(self._advance_async(runner)))
+            tasks = {task for task in tasks if not task.done()}
+            await woken.wait()
+            woken.clear()
+        ended.set()
+
+    async def _first_async(self, runner: EnvRunner) -> None:
+        try:
+            async with self._busy[runner.slot]:
+                await runner.reset_async()
+                runner.publish_first()
+        except (Exception, SystemExit) as error:
+            self._fail(runner, error)
+
+    async def _advance_async(self, runner: EnvRunner) -> None:
+        try:
+            async with self._busy[runner.slot]:
+                await runner.advance_async()
+                if runner.wants_reset:
+                    await runner.reset_async()
+        except (Exception, SystemExit) as error:
+            self._fail(runner, error)
+
+    async def _carry_out_async(self, message: Any) -> None:
+        ticket, verb, slots, *args = message
+        results: dict[int, Any] = {}
+        failure = None
+        for runner in [runner for runner in self.runners if runner.slot in slots]:
+            try:
+                async with self._busy[runner.slot]:
+                    result = _call(runner, verb, args)
+                    results[runner.slot] = await result if asyncio.iscoroutine(result) else result
+            except (Exception, SystemExit) as error:
+                runner.phase = verb
+                failure = describe_failure(self.config.index, runner, error, self._in_process)
+                break
+        self._report(Answer(self.config.index, ticket, results, failure))
+
+
+def make_worker(config: WorkerConfig, report: Report, in_process: bool = False) -> Worker:
+    """The worker for a configuration, with its envs not yet built."""
+    return (ThreadedWorker if config.threads else Worker)(config, report, in_process)
+
+
+def choose(worker: Worker, report: Report, in_process: bool = False) -> Worker:
+    """The worker to go on with once the envs exist: the event loop if all of them are async.
+
+    The built runners move over, so no env is built twice.
+    """
+    if type(worker) is not Worker or not all(runner.env.is_async for runner in worker.runners):
+        return worker
+    chosen = AsyncWorker(worker.config, report, in_process)
+    chosen.runners = worker.runners
+    return chosen
