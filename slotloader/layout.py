@@ -48,7 +48,7 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
     ("info_length", "u4", "slot"),  # bytes of the last record's info; W: env before READY; R: trainer
     ("command", "u1", "worker"),  # 1: messages wait in the command socket; W: trainer sets it, worker clears it first
     ("stop", "u1", "worker"),  # 1: end in order; W: trainer, once; R: worker
-    ("wanted", "u4", "receiver"),  # records that end the receiver's sleep, 0: awake; W: receiver; R: env
+    ("wanted", "u8", "receiver"),  # 0: awake; else nap << 32 | records that end the sleep; W: receiver; R: env
     ("first_slot", "u4", "receiver"),  # its share of the slots is [first_slot, end_slot); W: trainer; R: env
     ("end_slot", "u4", "receiver"),
 )

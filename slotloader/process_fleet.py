@@ -192,7 +192,7 @@ class ProcessFleet(Fleet):
                         message, _ = self._channels[key.data].receive()
                         self.deliver(message)
                 except EOFError:
-                    self._selector.unregister(key.fileobj)
+                    self._forget(key.fileobj)
                     if key.data is None:
                         self._nursery_gone()
                         return
@@ -217,11 +217,15 @@ class ProcessFleet(Fleet):
     def _drain(self, worker: int) -> None:
         """Reads what a dead worker still said, so that its own words come before its death."""
         channel = self._channels[worker]
-        if channel.socket in self._selector.get_map():
-            with contextlib.suppress(EOFError):
-                while True:
-                    self.deliver(channel.receive()[0])
-            self._selector.unregister(channel.socket)
+        with contextlib.suppress(EOFError):
+            while True:
+                self.deliver(channel.receive()[0])
+        self._forget(channel.socket)
+
+    def _forget(self, sock: Any) -> None:
+        """Stops listening to a socket; `select` may still have it in the events of this round."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
 
     def _nursery_gone(self) -> None:
         """Without a nursery nobody reaps or restarts: the workers die with it, their children are killed from here."""

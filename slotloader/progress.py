@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from slotloader.batches import Batch
@@ -17,48 +17,40 @@ _WIDTH = 28
 
 
 class ProgressBar:
-    """Draws `done / total`, the rate and the time left on one line of a terminal, at most ten times a second.
+    """Draws a bar and a text on one line of a terminal, at most ten times a second.
 
     Args:
-      total: what counts as finished.
-      unit: what is counted, e.g. "env steps".
       show: True, False, or None for "if the stream is a terminal".
       stream: default stderr.
     """
 
-    def __init__(self, total: int, unit: str, show: bool | None = None, stream: TextIO | None = None) -> None:
-        self._total, self._unit = total, unit
+    def __init__(self, show: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._show = self._stream.isatty() if show is None else show
-        self._start = time.monotonic()
         self._next = 0.0
         self._width = 0
 
-    def update(self, done: int, extra: str = "") -> None:
-        """Redraws if it is time."""
+    def update(self, share: float, text: Callable[[], str]) -> None:
+        """Redraws if it is time; `share` is between 0 and 1, `text` is only called then."""
         now = time.monotonic()
         if self._show and now >= self._next:
             self._next = now + _REDRAW
-            self._draw(done, now, extra)
+            self._draw(share, text())
 
-    def close(self, done: int, extra: str = "") -> None:
+    def close(self, share: float, text: str) -> None:
         """Draws the last state and ends the line."""
         if self._show:
-            self._draw(done, time.monotonic(), extra)
+            self._draw(share, text)
             self._stream.write("\n")
             self._stream.flush()
             self._show = False
 
-    def _draw(self, done: int, now: float, extra: str) -> None:
-        share = min(done / self._total, 1.0) if self._total else 1.0
-        filled = int(share * _WIDTH)
-        rate = done / max(now - self._start, 1e-9)
-        left = f", {(self._total - done) / rate:.0f} s left" if 0 < done < self._total else ""
-        bar = "#" * filled + "." * (_WIDTH - filled)
-        text = f"[{bar}] {done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s{left}{extra}"
-        self._stream.write("\r" + text.ljust(self._width))
+    def _draw(self, share: float, text: str) -> None:
+        filled = int(min(share, 1.0) * _WIDTH)
+        line = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {text}"
+        self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
-        self._width = len(text)
+        self._width = len(line)
 
 
 class BoundedIterator(Iterator[Batch]):
@@ -76,14 +68,20 @@ class BoundedIterator(Iterator[Batch]):
             raise ValueError(f"{unit}: expected an integer of at least 1, found {total!r}")
         self._receiver, self._total, self._unit = receiver, total, unit
         self._batches = iter(receiver)
-        self._bar = ProgressBar(total, unit, progress)
+        self._bar = ProgressBar(progress)
+        self._start = time.monotonic()
         self.done = 0
 
     def __next__(self) -> Batch:
         if self.done >= self._total:
-            self._bar.close(self.done)
+            self._bar.close(1.0, self._text())
             raise StopIteration
         batch = next(self._batches)
         self.done += len(batch.episodes) if self._unit == "episodes" else int((batch.step_type != 0).sum())
-        self._bar.update(self.done)
+        self._bar.update(self.done / self._total, self._text)
         return batch
+
+    def _text(self) -> str:
+        rate = self.done / max(time.monotonic() - self._start, 1e-9)
+        left = f", {(self._total - self.done) / rate:.0f} s left" if 0 < self.done < self._total else ""
+        return f"{self.done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s{left}"

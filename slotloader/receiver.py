@@ -62,7 +62,7 @@ class Receiver:
         self._lease = np.zeros(table.num_slots, np.int64)  # serial of the batch that holds a slot, 0 for none
         self._acted_ns = np.full(table.num_slots, monotonic_ns(), np.int64)  # when a slot got its last action
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
-        self._serial = 0
+        self._serial = self._naps = 0
         self._leased = 0
         self._alive = end - first
         self._unanswered: dict[int, Batch] = {}
@@ -166,12 +166,14 @@ class Receiver:
                     last_ready, changed = count, now
                 if armed != wait.wanted:  # ask to be woken, then look again: see Publisher for the order
                     armed = wait.wanted
-                    self._table.wanted_words[self._index] = armed
+                    self._naps = (self._naps + 1) & 0xFFFFFFFF
+                    self._table.wanted_words[self._index] = self._naps << 32 | armed
                     self._fence()
                     continue
                 self._sleep(request, wait, now, changed if request.timeout is None else start)
+                armed = 0
         finally:
-            if armed:
+            if self._table.wanted_words[self._index]:
                 self._table.wanted_words[self._index] = 0
 
     def _ready(self) -> Array:

@@ -51,6 +51,9 @@ class Publisher:
 
     Store order: payload, order fence, state word, full fence, look at `wanted`. The receiver stores `wanted`, fences and
     then looks at the states, so one of the two sees the other: a wake-up cannot be lost between them.
+
+    `wanted` has a new nap number each time the receiver goes to sleep, and one post per nap is enough: the receiver wakes,
+    and if it still wants more it begins another nap.
     """
 
     def __init__(self, table: Table, wake: Sequence[Signal]) -> None:
@@ -58,6 +61,7 @@ class Publisher:
         self._receiver, self._wanted = table.receiver_words, table.wanted_words
         self._first, self._end = table.first_slot_words, table.end_slot_words
         self._post = [signal.post for signal in wake]
+        self._posted = [0] * len(self._post)  # the nap for which each receiver has been woken from here
         self._fence, self.order_fence = make_fence(), make_order_fence()
 
     def publish(self, slot: int) -> None:
@@ -67,8 +71,11 @@ class Publisher:
         self._fence()
         receiver = self._receiver[slot]
         wanted = self._wanted[receiver]
-        if wanted and (wanted == 1 or self._count(receiver) >= wanted):
-            self._post[receiver]()
+        if wanted and wanted != self._posted[receiver]:
+            records = wanted & 0xFFFFFFFF
+            if records == 1 or self._count(receiver) >= records:
+                self._posted[receiver] = wanted
+                self._post[receiver]()
 
     def _count(self, receiver: int) -> int:
         return int(np.count_nonzero(self._states[self._first[receiver] : self._end[receiver]] == _READY))
