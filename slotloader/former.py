@@ -11,6 +11,8 @@ import numpy as np
 
 from slotloader.specs import Array
 
+_LONGEST = 1e8  # seconds: three years stand for ever, in numbers that ns can hold
+
 
 @dataclass(frozen=True)
 class Request:
@@ -38,7 +40,9 @@ class Request:
           ValueError: names the argument, what was expected and what was found.
         """
         for name, value in (("min_get", min_get), ("max_get", max_get)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+            if (value is not None or name == "min_get") and (
+                isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1
+            ):
                 raise ValueError(f"{name}: expected an integer of at least 1, found {value!r}")
         if max_get is not None and max_get < min_get:
             raise ValueError(f"max_get: expected at least min_get={min_get}, found {max_get}")
@@ -48,7 +52,8 @@ class Request:
             number = isinstance(seconds, (int, float, np.number)) and not isinstance(seconds, bool)
             if seconds is not None and not (number and seconds >= 0):  # NaN fails too
                 raise ValueError(f"{name}: expected seconds of at least 0 or None, found {seconds!r}")
-        return cls(int(min_get), num_slots if max_get is None else min(int(max_get), num_slots), timeout, stall_timeout)
+        longest = [None if seconds is None else min(float(seconds), _LONGEST) for seconds in (timeout, stall_timeout)]
+        return cls(int(min_get), num_slots if max_get is None else min(int(max_get), num_slots), *longest)
 
 
 @dataclass(frozen=True)

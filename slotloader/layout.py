@@ -106,7 +106,8 @@ class Layout:
             field = Field(name, dtype, shape, offset)
             fields.append(field)
             offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
-        text = repr((VERSION, [(f.name, f.dtype.str, f.shape, f.offset) for f in fields], offset))
+        kinds = [(leaf.kind.value, leaf.detail) for tree in (observation, info, action) for leaf in leaves(tree)]
+        text = repr((VERSION, [(f.name, f.dtype.str, f.shape, f.offset) for f in fields], kinds, offset))
         digest = hashlib.sha256(text.encode()).digest()[:16]
         return cls(num_slots, num_workers, observation, action, info, tuple(fields), offset, digest)
 

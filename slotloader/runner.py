@@ -22,6 +22,7 @@ from slotloader.specs import Array, Tree, leaves, show_value
 
 _ACTED, _WRITING, _READY = int(SlotState.ACTED), int(SlotState.WRITING), int(SlotState.READY)
 _FIRST, _MID = int(StepType.FIRST), int(StepType.MID)
+_DROPPED_BYTES = 600  # room for the names of what an info had to leave out
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 OnReset = Callable[[EpisodeKey], Mapping[str, Any] | None]
@@ -114,7 +115,9 @@ class EnvRunner:
         self.env = Env(call_factory(self._factory, EnvContext(self.slot, self.life, self.worker, seed)))
         self.observation = tree_of(self.env.observation_space, ("obs",), options.max_bytes)
         self.action = tree_of(self.env.action_space, ("action",), options.max_bytes)
-        self.info: dict[str, Tree] = {name: column_of(name, declared) for name, declared in options.info.items()}
+        self.info: dict[str, Tree] = {
+            name: column_of(name, declared, options.max_bytes) for name, declared in options.info.items()
+        }
 
     def attach(self, table: Table, publisher: Publisher) -> None:
         """Binds the env to its rows."""
@@ -366,16 +369,21 @@ def pack_info(info: Mapping[str, Any]) -> bytes:
             return data
     except (TypeError, ValueError, OverflowError):
         pass
-    packed: dict[str, bytes] = {}
+    sizes: dict[Any, int] = {}
     dropped: list[str] = []
     for key, value in info.items():
         try:
-            packed[str(key)] = values.pack(value)
+            sizes[key] = len(values.pack((key, value)))
         except (TypeError, ValueError, OverflowError):
             dropped.append(str(key))
-    order = sorted(packed, key=lambda key: len(packed[key]), reverse=True)
-    while True:
-        data = values.pack(({str(key): info[key] for key in info if str(key) in order}, dropped[:32]))
-        if len(data) <= INFO_BYTES or not order:
-            return data if len(data) <= INFO_BYTES else values.pack(({}, ("...",)))
-        dropped.append(order.pop(0))
+    kept, room = set(), INFO_BYTES - _DROPPED_BYTES
+    for key in sorted(sizes, key=lambda key: sizes[key]):
+        room -= sizes[key]
+        if room < 0:
+            dropped.append(str(key))
+        else:
+            kept.add(key)
+    names = [name[:24] for name in dropped[:16]]
+    if len(dropped) > len(names):
+        names.append(f"... and {len(dropped) - len(names)} more")
+    return values.pack(({key: info[key] for key in info if key in kept}, names))

@@ -6,6 +6,7 @@ and both generations of the package work.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def tree_of(space: Any, path: Path, max_bytes: Mapping[str, int] | None = None) 
         if rule is not None and cls.__module__.split(".")[0] in ("gymnasium", "gym", "dm_env"):
             return rule(space, path, sizes)
     if isinstance(space, Mapping):
-        return {str(key): tree_of(child, (*path, str(key)), sizes) for key, child in space.items()}
+        return {key: tree_of(child, (*path, key), sizes) for key, child in space.items()}
     if isinstance(space, (list, tuple)):
         return tuple(tree_of(child, (*path, index), sizes) for index, child in enumerate(space))
     raise TypeError(
@@ -50,17 +51,24 @@ def tree_of(space: Any, path: Path, max_bytes: Mapping[str, int] | None = None) 
     )
 
 
-def column_of(name: str, declared: Any) -> Tree:
+def column_of(name: str, declared: Any, max_bytes: Mapping[str, int] | None = None) -> Tree:
     """Translates one entry of `info={...}`: a dtype, a `(dtype, shape)` pair, or a space."""
     if isinstance(declared, tuple) and len(declared) == 2 and isinstance(declared[1], (tuple, list)):
-        return Leaf(("info", name), tuple(declared[1]), np.dtype(declared[0]))
+        return _numeric_column(name, declared[0], tuple(declared[1]))
+    if not isinstance(declared, (np.dtype, type, str)):  # a numpy scalar type also has a shape and a dtype
+        with contextlib.suppress(TypeError):
+            return tree_of(declared, ("info", name), max_bytes)
+    return _numeric_column(name, declared, ())
+
+
+def _numeric_column(name: str, dtype: Any, shape: tuple[int, ...]) -> Leaf:
     try:
-        return tree_of(declared, ("info", name))
+        native = _native(dtype)
+        if dtype is not None and native.kind in "biufc" and native.subdtype is None:
+            return Leaf(("info", name), shape, native)
     except TypeError:
-        try:
-            return Leaf(("info", name), (), np.dtype(declared))
-        except TypeError:
-            raise TypeError(f"info[{name!r}]: expected a dtype, a (dtype, shape) pair or a space, found {declared!r}") from None
+        pass
+    raise TypeError(f"info[{name!r}]: expected a numeric dtype, a (dtype, shape) pair or a space, found {dtype!r}")
 
 
 def _native(dtype: Any) -> np.dtype[Any]:
@@ -98,7 +106,7 @@ def _multi_binary(space: Any, path: Path, sizes: Mapping[str, int]) -> Tree:
 
 
 def _dict(space: Any, path: Path, sizes: Mapping[str, int]) -> Tree:
-    return {str(key): tree_of(child, (*path, str(key)), sizes) for key, child in space.spaces.items()}
+    return {key: tree_of(child, (*path, key), sizes) for key, child in space.spaces.items()}
 
 
 def _tuple(space: Any, path: Path, sizes: Mapping[str, int]) -> Tree:
@@ -124,12 +132,12 @@ def _bytes_leaf(path: Path, capacity: int, kind: Kind, **codec: Any) -> Leaf:
 
 def _packed(space: Any, path: Path, sizes: Mapping[str, int]) -> Tree:
     capacity = _capacity(path, sizes, DEFAULT_PACKED_BYTES)
-    return _bytes_leaf(path, capacity, Kind.PACKED)
+    return _bytes_leaf(path, capacity, Kind.PACKED, detail=repr(space))
 
 
 def _graph(space: Any, path: Path, sizes: Mapping[str, int]) -> Tree:
     capacity = _capacity(path, sizes, DEFAULT_PACKED_BYTES)
-    return _bytes_leaf(path, capacity, Kind.PACKED, pack=_pack_graph, unpack=_unpack_graph)
+    return _bytes_leaf(path, capacity, Kind.PACKED, detail=repr(space), pack=_pack_graph, unpack=_unpack_graph)
 
 
 def _pack_graph(value: Any) -> Any:

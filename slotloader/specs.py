@@ -8,7 +8,8 @@ with a length beside them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from slotloader.errors import SpecMismatch
 
 Array = npt.NDArray[Any]
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]  # the side, then dict keys and tuple positions
 
 
 class Kind(enum.Enum):
@@ -41,6 +42,7 @@ class Leaf:
       high: largest value, likewise.
       pack: for PACKED, turns a value into what msgpack can write.
       unpack: for PACKED, the way back.
+      detail: for PACKED, the declared space in words; leaves of different spaces must not share a column.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class Leaf:
     high: Array | None = None
     pack: Callable[[Any], Any] | None = None
     unpack: Callable[[Any], Any] | None = None
+    detail: str = ""
 
     @property
     def capacity(self) -> int:
@@ -60,15 +63,16 @@ class Leaf:
     def __str__(self) -> str:
         if self.kind is Kind.ARRAY:
             return f"{self.dtype} {self.shape}"
-        return f"{self.kind.value} of at most {self.capacity} bytes"
+        detail = f" ({self.detail:.80})" if self.detail else ""
+        return f"{self.kind.value} of at most {self.capacity} bytes{detail}"
 
     def signature(self) -> tuple[Any, ...]:
         """What two leaves must share to live in one column; bounds included."""
         bounds = tuple(None if bound is None else bound.tolist() for bound in (self.low, self.high))
-        return (self.shape, self.dtype.str, self.kind, bounds)
+        return (self.shape, self.dtype.str, self.kind.value, self.detail, bounds)
 
 
-Tree = Leaf | dict[str, "Tree"] | tuple["Tree", ...]
+Tree = Leaf | dict[Any, "Tree"] | tuple["Tree", ...]
 
 
 def leaves(tree: Tree) -> Iterator[Leaf]:
@@ -99,12 +103,12 @@ def flatten(tree: Tree, value: Any, path: Path) -> Iterator[Any]:
         yield value
     elif isinstance(tree, dict):
         if not isinstance(value, Mapping):
-            raise SpecMismatch(f"{show_path(path)}: expected a dict with keys {list(tree)}, found {show_value(value)}")
+            raise SpecMismatch(f"{show_path(path)}: expected a dict with keys {_show_keys(tree)}, found {show_value(value)}")
         if value.keys() != tree.keys():
             missing = [key for key in tree if key not in value]
             extra = [key for key in value if key not in tree]
-            parts = [f"{word} {keys[:8]}" for word, keys in (("missing", missing), ("extra", extra)) if keys]
-            raise SpecMismatch(f"{show_path(path)}: expected keys {list(tree)[:16]}, found {' and '.join(parts)}")
+            parts = [f"{word} {_show_keys(keys)}" for word, keys in (("missing", missing), ("extra", extra)) if keys]
+            raise SpecMismatch(f"{show_path(path)}: expected keys {_show_keys(tree)}, found {' and '.join(parts)}")
         for key, child in tree.items():
             yield from flatten(child, value[key], (*path, key))
     else:
@@ -133,7 +137,12 @@ def differences(expected: Tree, found: Tree, path: Path) -> Iterator[str]:
 
 def show_path(path: Path) -> str:
     """`("obs", "cam", 0)` as `obs["cam"][0]`, the way a user would index it."""
-    return str(path[0]) + "".join(f'["{key}"]' if isinstance(key, str) else f"[{key}]" for key in path[1:])
+    return str(path[0]) + "".join(f"[{json.dumps(key) if isinstance(key, str) else repr(key)}]" for key in path[1:])
+
+
+def _show_keys(keys: Iterable[Any]) -> str:
+    names = [f"{key!r:.40}" for key in keys]
+    return f"[{', '.join(names[:8])}{f', ... {len(names) - 8} more' if len(names) > 8 else ''}]"
 
 
 def show_leaf(leaf: Leaf) -> str:
@@ -141,6 +150,8 @@ def show_leaf(leaf: Leaf) -> str:
     if leaf.low is None or leaf.high is None:
         return str(leaf)
     low, high = (np.unique(bound) for bound in (leaf.low, leaf.high))
+    if low.size == 0 or high.size == 0:
+        return str(leaf)
     return f"{leaf} in [{_range(low)}, {_range(high)}]"
 
 

@@ -61,8 +61,8 @@ def fit(leaf: Leaf, value: Any) -> Array:
     """
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError) as error:
-        raise SpecMismatch(f"{show_path(leaf.path)}: expected {leaf}, found {show_value(value)}") from error
+    except Exception as error:  # a ragged list, a torch tensor on a device, any __array__ that raises
+        raise SpecMismatch(f"{show_path(leaf.path)}: expected {leaf}, found {show_value(value)} ({error!s:.200})") from error
     if array.shape != leaf.shape or array.dtype.kind not in "biufc":
         raise _mismatch(leaf, value if array.dtype.kind == "O" else array)
     if array.dtype == leaf.dtype:
@@ -75,16 +75,22 @@ def fit(leaf: Leaf, value: Any) -> Array:
             raise _mismatch(leaf, array, f" with {array[np.isinf(converted) & np.isfinite(array)].flat[0]}, too large")
         return converted
     if source in "biu":
-        # numpy wraps silently in both directions; Python integers do not.
-        wrong = converted.astype(object) != array.astype(object) if array.size <= 64 else _changed(array, converted)
-        if np.any(wrong):
-            raise _mismatch(leaf, array, f" with the value {array[wrong].flat[0]}, which does not fit")
+        if array.size and not _holds(leaf.dtype, int(array.min()), int(array.max())):
+            wrong = converted.astype(object) != array.astype(object)  # Python integers do not wrap
+            if np.any(wrong):
+                raise _mismatch(leaf, array, f" with the value {array[wrong].flat[0]}, which does not fit")
         return converted
     raise _mismatch(leaf, array)
 
 
-def _changed(array: Array, converted: Array) -> Any:
-    return (converted.astype(array.dtype) != array) | ((converted < 0) != (array < 0))
+def _holds(dtype: np.dtype[Any], low: int, high: int) -> bool:
+    """Whether `dtype` is sure to hold every integer from `low` to `high` exactly."""
+    if dtype.kind == "b":
+        return low >= 0 and high <= 1
+    if dtype.kind in "iu":
+        return low >= int(np.iinfo(dtype).min) and high <= int(np.iinfo(dtype).max)
+    exact = 2 ** (int(np.finfo(dtype).nmant) + 1)
+    return bool(-exact <= low and high <= exact)
 
 
 def _mismatch(leaf: Leaf, value: Any, detail: str = "") -> SpecMismatch:
@@ -119,7 +125,7 @@ def encode(leaf: Leaf, value: Any) -> bytes:
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SpecMismatch(f"{show_path(leaf.path)}: expected {leaf}, found {show_value(value)}: {error}") from error
     if len(data) > leaf.capacity:
-        key = leaf.path[-1] if len(leaf.path) > 1 else "text"
+        key = ".".join(str(key) for key in leaf.path[1:]) or leaf.path[0]
         raise SpecMismatch(
             f"{show_path(leaf.path)}: expected {leaf}, found {len(data)} bytes; "
             f"raise its capacity with max_bytes={{{key!r}: {len(data)}}}"
