@@ -123,7 +123,8 @@ class SlotLoader:
             )
             self.wakers = self.fleet.wakers()
             self.closed = False
-            self._receivers = [Receiver(self, 0, 0, self.num_slots)]
+            self._main = Receiver(self, 0, 0, self.num_slots)
+            self._receivers = [self._main]
         except BaseException:
             self.fleet.closing = True
             self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
@@ -141,26 +142,26 @@ class SlotLoader:
         stall_timeout: float | None = DEFAULT,
     ) -> Batch:
         """Waits for the next batch of ready records; see `Receiver.recv` for the rules."""
-        return self._receivers[0].recv(min_get, max_get, timeout, stall_timeout)
+        return self._main.recv(min_get, max_get, timeout, stall_timeout)
 
     def poll(self) -> Batch | None:
         """Returns the ready records, at most `max_get`, at once; None if there are none."""
-        return self._receivers[0].poll()
+        return self._main.poll()
 
     def send(self, actions: Any, env_indices: Any) -> None:
         """Answers some leased slots, of one batch or of several; see `Receiver.send`."""
-        self._receivers[0].send(actions, env_indices)
+        self._main.send(actions, env_indices)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._receivers[0])
+        return iter(self._main)
 
     def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator:
         """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
-        return BoundedIterator(self._receivers[0], env_steps, "env steps", progress)
+        return BoundedIterator(self._main, env_steps, "env steps", progress)
 
     def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator:
         """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
-        return BoundedIterator(self._receivers[0], episodes, "episodes", progress)
+        return BoundedIterator(self._main, episodes, "episodes", progress)
 
     @property
     def unanswered(self) -> list[Batch]:
@@ -180,8 +181,8 @@ class SlotLoader:
         most = min(MAX_RECEIVERS, self.num_slots)
         if not 1 <= receivers <= most:
             raise ValueError(f"split: expected 1 to {most} receivers, found {receivers}")
-        main = self._receivers[0]
-        if main.retired or len(self._receivers) > 1:
+        main = self._main
+        if main.retired:
             raise SlotLoaderError("split: this loader has been split already")
         if main.unanswered:
             raise SlotLoaderError("split: expected no unanswered batch; send or release them first")
@@ -302,7 +303,7 @@ class SlotLoader:
         for key, value in expected.items():
             if state.get(key) != value:
                 raise ValueError(f"state_dict: expected {key}={value!r}, found {state.get(key)!r}")
-        receiver = self._receivers[0]
+        receiver = self._main
         if receiver.retired or receiver.meter.batches:
             raise SlotLoaderError("load_state_dict: expected a loader that has not received yet; call it first")
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}

@@ -292,6 +292,7 @@ class Receiver:
         Raises:
           ActionError: an index is unknown, repeated or not leased, or the actions do not fit; no env has stepped.
         """
+        self._require_open()
         slots = np.asarray(env_indices)
         if slots.ndim != 1 or slots.dtype.kind not in "iu":
             raise ActionError(f"env_indices: expected integers (N,), found {slots.dtype} {slots.shape}")

@@ -107,6 +107,7 @@ class EnvRunner:
         self._length, self._return = 0, 0.0
         self._steps = self._step_ns = self._resets = self._reset_ns = self._sequence = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._owns_loop = False
 
     def build(self) -> None:
         """Calls the factory and translates the declared spaces."""
@@ -203,13 +204,12 @@ class EnvRunner:
 
     def _run(self, coroutine: Any) -> Any:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop, self._owns_loop = asyncio.new_event_loop(), True
         return self._loop.run_until_complete(coroutine)
 
-    def adopt_loop(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-        """Uses `loop` for this env's coroutines, and closes it with the env."""
-        self._loop = loop
-        return loop
+    def adopt_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Uses the loop of the worker for this env's coroutines; the worker closes it."""
+        self._loop, self._owns_loop = loop, False
 
     def settle(self, result: Any) -> Any:
         """The value of `result`, which may be a coroutine of an async env."""
@@ -335,9 +335,14 @@ class EnvRunner:
         """Closes the env once; a runner that never built one does nothing."""
         self.phase = "close"
         env, self.failed = getattr(self, "env", None), True
-        if env is not None:
-            del self.env
-            self.settle(env.close())
+        try:
+            if env is not None:
+                del self.env
+                self.settle(env.close())
+        finally:
+            if self._loop is not None and self._owns_loop:
+                self._loop.close()
+                self._loop = None
 
 
 async def _settle(result: Any) -> Any:

@@ -353,14 +353,11 @@ class AsyncWorker(Worker):
 
     def run(self, signal: Signal, receive: Callable[[], Any]) -> None:
         """See `Worker.run`. A helper thread turns posts into wake-ups of the event loop."""
-        self._loop = self.runners[0].adopt_loop(asyncio.new_event_loop())
-        for runner in self.runners[1:]:
+        self._loop = asyncio.new_event_loop()
+        for runner in self.runners:
             runner.adopt_loop(self._loop)
         self._loop.run_until_complete(self._serve_until_stop(signal, receive))
-        pending = asyncio.all_tasks(self._loop)
-        for task in pending:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.run_until_complete(_cancel_all())
 
     async def _serve_until_stop(self, signal: Signal, receive: Callable[[], Any]) -> None:
         loop, woken, ended = self._loop, asyncio.Event(), threading.Event()
@@ -390,6 +387,12 @@ class AsyncWorker(Worker):
             await woken.wait()
             woken.clear()
         ended.set()
+
+    def close(self) -> None:
+        """See `Worker.close`. The envs' loop goes last: their own `close` may need it."""
+        super().close()
+        if hasattr(self, "_loop"):
+            self._loop.close()
 
     async def _first_async(self, runner: EnvRunner) -> None:
         try:
@@ -422,6 +425,13 @@ class AsyncWorker(Worker):
                 failure = describe_failure(self.config.index, runner, error, self._in_process)
                 break
         self._report(Answer(self.config.index, ticket, results, failure))
+
+
+async def _cancel_all() -> None:
+    pending = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
 
 
 def make_worker(config: WorkerConfig, report: Report, in_process: bool = False) -> Worker:
