@@ -1,35 +1,38 @@
-"""Starting, watching and stopping the workers of one loader: what all backends share, and the two in-process ones."""
+"""Starting, watching, restarting and stopping the workers of one loader: what all backends share."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
-import signal as signals_of_os
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slotloader.errors import EnvFailed, LoaderClosed, SlotLoaderError, SpecMismatch, WorkerDied
-from slotloader.layout import MAX_RECEIVERS, Layout
-from slotloader.signals import Signal, ThreadSignal
-from slotloader.slots import Table, create_private
+import numpy as np
+
+from slotloader.errors import LoaderClosed, SlotLoaderError, SpecMismatch, WorkerDied
+from slotloader.layout import Layout
+from slotloader.reports import Answer, Built, Died, Event, Failed, error_from, summary
+from slotloader.signals import Signal
+from slotloader.slots import SlotState, Table
 from slotloader.specs import Tree, differences, show_tree
-from slotloader.workers import Answer, Built, Failed, Worker, WorkerConfig, choose, make_worker
+from slotloader.supervision import Limits, RestartPolicy
+from slotloader.workers import WorkerConfig
+
+log = logging.getLogger("slotloader")
 
 
 @dataclass(frozen=True)
-class Died:
-    """A worker process has ended and been reaped; `exitcode` is negative for a signal."""
+class Cut:
+    """An episode that a failure may have cut: named when the first record of the slot's next life arrives."""
 
-    worker: int
-    slots: tuple[int, ...]
-    pid: int
-    exitcode: int
-
-
-Event = Failed | Died
+    life: int
+    episode: int
+    seed: int
 
 
 class Fleet:
@@ -38,7 +41,10 @@ class Fleet:
     Reports of workers arrive through `deliver`, in any thread. `events` is what the receivers have not yet looked at.
 
     Attributes:
-      events: failures and deaths, oldest first; appended by the watching thread, taken by a receiver.
+      events: failures and deaths that are to be raised, oldest first; appended by the watching thread, taken by a receiver.
+      cuts: episodes that a failure may have cut, by slot; added by the watching thread, taken by a receiver.
+      lives: the life that each slot is in or about to begin.
+      running: the table exists; before that every failure ends the constructor.
       signals: one per receiver, posted by workers and, on every event, by the fleet.
       table: the region, after `attach`.
     """
@@ -46,16 +52,22 @@ class Fleet:
     signals: Sequence[Signal]
     table: Table
 
-    def __init__(self, configs: Sequence[WorkerConfig], start_timeout: float) -> None:
+    def __init__(self, configs: Sequence[WorkerConfig], limits: Limits) -> None:
         self.configs = configs
-        self.start_timeout = start_timeout
+        self.limits = limits
+        self.policy = RestartPolicy(limits)
+        self.lives = {slot: 0 for config in configs for slot in self.slots_of(config.index)}
+        self.cuts: dict[int, list[Cut]] = {}
+        self.running = False
         self.events: collections.deque[Event] = collections.deque()
         self.closing = False
         self._built: dict[int, Built] = {}
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Answer | None] = {}  # by ticket; None: its worker died first
+        self._pending: dict[int, int] = {}  # tickets that somebody waits for -> worker
+        self._rebuilding: set[int] = set()  # tickets of rebuilds that nobody waits for
         self._tickets = itertools.count(1)
         self._gone: set[int] = set()  # workers that have ended
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())  # reports of inline workers come from under it
 
     # What each backend does in its own way.
 
@@ -95,24 +107,105 @@ class Fleet:
         for config in self.configs:
             table.owner[config.first_slot : config.first_slot + len(config.factories)] = config.index
         table.end_slot[0] = table.num_slots
+        self.table, self.running = table, True
         return table
 
     def deliver(self, report: Built | Failed | Answer | Died) -> None:
-        """Takes a report from a worker or about one."""
+        """Takes a report from a worker or about one; decides about failures."""
         with self._changed:
             if isinstance(report, Built):
                 self._built[report.worker] = report
+                if self.running and not self.closing:
+                    self._admit(report)
             elif isinstance(report, Answer):
-                self._answers[report.ticket] = report
+                self._take_answer(report)
             else:
-                if isinstance(report, Died):
-                    self._gone.add(report.worker)
-                if not self.closing:
-                    self.events.append(report)
+                self._take_failure(report)
             self._changed.notify_all()
-        if isinstance(report, (Failed, Died)):
-            for signal in self.signals:
-                signal.post()
+
+    def _take_answer(self, answer: Answer) -> None:
+        if answer.ticket in self._pending:
+            self._answers[answer.ticket] = answer
+        elif answer.failure is not None and answer.ticket in self._rebuilding:
+            self._take_failure(answer.failure)
+        self._rebuilding.discard(answer.ticket)
+
+    def _take_failure(self, event: Event) -> None:
+        """Restarts what may be restarted; the rest becomes an event for the next `recv`. Holds the lock."""
+        if isinstance(event, Died):
+            self._gone.add(event.worker)
+            for ticket, worker in self._pending.items():
+                if worker == event.worker and ticket not in self._answers:
+                    self._answers[ticket] = None
+        if self.closing:
+            return
+        refusal: str | None = ""
+        if self.running and not event.note:
+            has_worked = any(int(self.table.steps[slot]) > 0 for slot in event.slots)
+            refusal = self.policy.refuse(event.slots, has_worked, time.monotonic())
+        if refusal is None:
+            self._restart(event)
+            return
+        self.events.append(dataclasses.replace(event, note=event.note or refusal))
+        for signal in self.signals:
+            signal.post()
+
+    def _restart(self, event: Event) -> None:
+        table, lives = self.table, {}
+        for slot in event.slots:
+            cut = Cut(int(table.life[slot]), int(table.episode[slot]), int(table.episode_seed[slot]))
+            cuts = self.cuts.setdefault(slot, [])
+            if not cuts or cuts[-1].life < cut.life:  # a life that dies before its first record cuts nothing new
+                cuts.append(cut)
+            lives[slot] = self.lives[slot] = max(self.lives[slot], int(table.life[slot])) + 1
+            if table.state[slot] not in (SlotState.READY, SlotState.LEASED):  # those are still delivered and answered
+                table.state[slot] = SlotState.STARTING
+        count, limits = self.policy.count(event.slots[0]), self.limits
+        log.warning("%s; restarting (%d of %d in %g s)", summary(event), count, limits.max_restarts, limits.restart_window)
+        if isinstance(event, Failed):
+            ticket = next(self._tickets)
+            self._rebuilding.add(ticket)
+            self.send_command(event.worker, (ticket, "rebuild", list(event.slots), lives))
+        else:
+            self.respawn(event.worker)
+
+    def _admit(self, built: Built) -> None:
+        """Lets a respawned worker attach, if its envs still have the loader's spaces."""
+        try:
+            self._require_spec(built, self._spec)
+        except SpecMismatch as error:
+            slots = self.slots_of(built.worker)
+            failed = Failed(built.worker, slots, 0, "factory", 0, "SpecMismatch", str(error), "", note="it stays closed")
+            self._take_failure(failed)
+            return
+        self.readmit(built.worker)
+
+    def respawn(self, worker: int) -> None:
+        """Replaces a dead worker; its envs begin the lives in `self.lives`. Only for backends with processes."""
+        raise NotImplementedError
+
+    def readmit(self, worker: int) -> None:
+        """Hands the region to a respawned worker whose envs exist."""
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Called by a waiting receiver a few times a second: looks for hung envs where no thread does."""
+
+    def overdue(self) -> list[tuple[int, str]]:
+        """Slots whose step or reset takes longer than its limit, with a sentence each."""
+        found = []
+        now, table = time.monotonic_ns(), self.table
+        for name, limit, busy in (
+            ("step", self.limits.step_timeout, (table.state == SlotState.WRITING) & (table.resetting == 0)),
+            ("reset", self.limits.reset_timeout, table.resetting == 1),
+        ):
+            if limit is None:
+                continue
+            for slot in np.flatnonzero(busy & (now - table.begin_ns > limit * 1e9)).tolist():
+                age = (now - int(table.begin_ns[slot])) * 1e-9
+                text = f"env.{name} of slot {slot} has run for {age:.1f} s, longer than {name}_timeout={limit:g} s"
+                found.append((slot, text))
+        return found
 
     def wait_built(self) -> tuple[Tree, Tree, Tree, Any]:
         """Waits until every env exists; returns observation, action and info trees and the spaces.
@@ -123,7 +216,7 @@ class Fleet:
           SlotLoaderError: not ready within `start_timeout`; the text has the stack of a blocked worker.
           SpecMismatch: the envs differ from each other; the text shows both sides.
         """
-        deadline = time.monotonic() + self.start_timeout
+        deadline = time.monotonic() + self.limits.start_timeout
         with self._changed:
             while len(self._built) < len(self.configs) and not self.events:
                 remaining = deadline - time.monotonic()
@@ -137,26 +230,28 @@ class Fleet:
             stack = self.stack_of(missing[0])
             raise SlotLoaderError(
                 f"slots {list(self.slots_of(missing[0]))} (worker {missing[0]}): expected the env factory to return within "
-                f"start_timeout={self.start_timeout:g} s, found it still running ({len(missing)} of {len(self.configs)} "
+                f"start_timeout={self.limits.start_timeout:g} s, found it still running ({len(missing)} of {len(self.configs)} "
                 f"workers are); raise start_timeout or mend the factory. Its stack:\n{stack or '(not available)'}"
             )
         return (*self._common_spec(), self._built[0].spaces)
 
     def _common_spec(self) -> tuple[Tree, Tree, Tree]:
-        first = self._built[0].specs[0]
-        first_slot = self.configs[0].first_slot
+        self._spec = self._built[0].specs[0]
         for config in self.configs:
-            for at, spec in enumerate(self._built[config.index].specs):
-                for name, expected, found in zip(("obs", "action", "info"), first, spec, strict=True):
-                    lines = list(differences(expected, found, (name,)))
-                    if lines:
-                        raise SpecMismatch(
-                            f"slot {config.first_slot + at} (worker {config.index}): expected the spaces of slot "
-                            f"{first_slot}, found others; all envs of a loader must share them. Differences: "
-                            + "; ".join(lines[:4])
-                            + f". Slot {first_slot} has {show_tree(expected)[:300]}"
-                        )
-        return first
+            self._require_spec(self._built[config.index], self._spec)
+        return self._spec
+
+    def _require_spec(self, built: Built, first: tuple[Tree, Tree, Tree]) -> None:
+        first_slot, own_first = self.configs[0].first_slot, self.configs[built.worker].first_slot
+        for at, spec in enumerate(built.specs):
+            for name, expected, found in zip(("obs", "action", "info"), first, spec, strict=True):
+                lines = list(differences(expected, found, (name,)))
+                if lines:
+                    raise SpecMismatch(
+                        f"slot {own_first + at} (worker {built.worker}): expected the spaces of slot {first_slot}, found "
+                        f"others; all envs of a loader must share them. Differences: {'; '.join(lines[:4])}. "
+                        f"Slot {first_slot} has {show_tree(expected):.300}"
+                    )
 
     def take_events(self) -> list[Event]:
         """Removes and returns all events so far."""
@@ -174,196 +269,47 @@ class Fleet:
           TimeoutError: no answer within `timeout` seconds.
         """
         wanted = set(slots)
-        tickets: dict[int, int] = {}
-        for config in self.configs:
-            own = sorted(wanted.intersection(self.slots_of(config.index)))
-            if own:
-                if config.index in self._gone:
-                    raise WorkerDied(f"worker {config.index} has ended; its slots {own} take no calls", own)
-                ticket = next(self._tickets)
-                tickets[ticket] = config.index
-                self.send_command(config.index, (ticket, verb, own, *args))
-        deadline = None if timeout is None else time.monotonic() + timeout
-        results: dict[int, Any] = {}
-        failure: Failed | None = None
+        tickets: list[int] = []
+        try:
+            for config in self.configs:
+                own = sorted(wanted.intersection(self.slots_of(config.index)))
+                if own:
+                    tickets.append(self._ask(config.index, verb, own, args))
+            answers = self._wait_for_answers(tickets, verb, timeout)
+        finally:
+            with self._changed:
+                for ticket in tickets:  # an answer that comes later is dropped
+                    self._pending.pop(ticket, None)
+                    self._answers.pop(ticket, None)
+        failures = [answer.failure for answer in answers if answer.failure is not None]
+        if failures:
+            raise error_from(failures)
+        return {slot: result for answer in answers for slot, result in answer.results.items()}
+
+    def _ask(self, worker: int, verb: str, slots: list[int], args: tuple[Any, ...]) -> int:
         with self._changed:
-            while tickets:
-                for ticket in [ticket for ticket in tickets if ticket in self._answers]:
-                    answer = self._answers.pop(ticket)
-                    del tickets[ticket]
-                    results.update(answer.results)
-                    failure = failure or answer.failure
-                gone = [worker for worker in tickets.values() if worker in self._gone]
-                if gone:
-                    raise WorkerDied(f"worker {gone[0]} ended before it answered {verb!r}", self.slots_of(gone[0]))
+            if worker in self._gone:
+                raise WorkerDied(f"worker {worker} has ended; its slots {slots} take no calls", slots)
+            ticket = next(self._tickets)
+            self._pending[ticket] = worker
+        self.send_command(worker, (ticket, verb, slots, *args))
+        return ticket
+
+    def _wait_for_answers(self, tickets: list[int], verb: str, timeout: float | None) -> list[Answer]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while any(ticket not in self._answers for ticket in tickets):
                 if self.closing:
                     raise LoaderClosed("the loader was closed while a call was waiting")
-                if not tickets:
-                    break
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"{verb}: no answer from worker {next(iter(tickets.values()))} in {timeout:g} s")
-                self._wait_for_answer()
-        if failure is not None:
-            raise error_from([failure])
-        return results
-
-    def _wait_for_answer(self) -> None:
-        self._changed.wait(0.25)
-
-
-def error_from(events: Sequence[Event]) -> EnvFailed | WorkerDied:
-    """One exception for some failures; every failed env is named in it."""
-    slots = sorted({slot for event in events for slot in event.slots})
-    text = "\n\n".join(_describe(event) for event in events[:8])
-    if len(events) > 8:
-        text += f"\n\nand {len(events) - 8} more; failed slots: {slots}"
-    first = events[0]
-    if isinstance(first, Died):
-        return WorkerDied(text, slots, first.pid, first.exitcode)
-    error = EnvFailed(text, slots, first.pid, first.traceback)
-    error.__cause__ = first.cause
-    return error
-
-
-def _describe(event: Event) -> str:
-    if isinstance(event, Died):
-        slots = f"slots {list(event.slots)}" if len(event.slots) > 1 else f"slot {event.slots[0]}"
-        return f"{slots} (worker {event.worker}, pid {event.pid}): the worker {_how_it_ended(event.exitcode)}"
-    place = f"slot {event.slots[0]} (worker {event.worker}, pid {event.pid})"
-    if event.error_type == "SpecMismatch":
-        return f"{place}, step {event.step}: {event.text}"
-    what = {"factory": "the factory", "unpickling": "unpickling the factory in the worker"}
-    doing = what.get(event.phase, f"env.{event.phase}")
-    when = f" at step {event.step}" if event.phase == "step" else ""
-    head = f"{place}: {doing} raised {event.error_type}{when}: {event.text}"
-    return f"{head}\n\nTraceback in the worker:\n{event.traceback}" if event.cause is None else head
-
-
-def _how_it_ended(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exited with status {exitcode} (os._exit or sys.exit in an env?)"
-    try:
-        name = signals_of_os.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    hint = "; if nobody sent it, the machine ran out of memory (see dmesg)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
-
-
-class ThreadFleet(Fleet):
-    """`backend="thread"`: workers are threads of this process; the table is private memory."""
-
-    def launch(self) -> None:
-        """See `Fleet.launch`."""
-        self.signals = [ThreadSignal() for _ in range(MAX_RECEIVERS)]
-        self._wake = [ThreadSignal() for _ in self.configs]
-        self._commands: list[collections.deque[tuple[Any, ...]]] = [collections.deque() for _ in self.configs]
-        self._attached = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._main, args=(config,), name=f"slotloader-worker-{config.index}", daemon=True)
-            for config in self.configs
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _main(self, config: WorkerConfig) -> None:
-        worker = make_worker(config, self.deliver, in_process=True)
-        try:
-            if worker.build():
-                worker = choose(worker, self.deliver, in_process=True)
-                self._attached.wait()
-                if hasattr(self, "table"):
-                    worker.attach(self.table, self.signals)
-                    commands = self._commands[config.index]
-                    worker.run(self._wake[config.index], lambda: commands.popleft() if commands else None)
-        finally:
-            worker.close()
-
-    def attach(self, layout: Layout) -> Table:
-        """See `Fleet.attach`."""
-        self.table = self.prepared(Table(layout, create_private(layout)))
-        self._attached.set()
-        return self.table
-
-    def wakers(self) -> list[Callable[[], None]]:
-        """See `Fleet.wakers`."""
-        return [signal.post for signal in self._wake]
-
-    def send_command(self, worker: int, message: tuple[Any, ...]) -> None:
-        """See `Fleet.send_command`."""
-        self._commands[worker].append(message)
-        self.table.command_words[worker] = 1
-        self._wake[worker].post()
-
-    def stack_of(self, worker: int) -> str:
-        """See `Fleet.stack_of`."""
-        import sys
-        import traceback
-
-        frame = sys._current_frames().get(self._threads[worker].ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame else ""
-
-    def stop(self, deadline: float) -> None:
-        """See `Fleet.stop`. A thread cannot be killed: one that is stuck in its env is left behind as a daemon."""
-        if hasattr(self, "table"):
-            for index, signal in enumerate(self._wake):
-                self.table.stop_words[index] = 1
-                signal.post()
-        self._attached.set()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-class InlineSignal:
-    """The wait of the inline backend: it steps one env in the caller's thread."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def post(self) -> None:
-        """Nobody sleeps."""
-
-    def wait(self, timeout: float) -> bool:
-        """Serves one slot; sleeps only if no env has anything to do."""
-        if self._worker.serve_one():
-            return True
-        time.sleep(min(timeout, 0.01))
-        return False
-
-
-class InlineFleet(Fleet):
-    """`backend="inline"`: envs step inside `recv`, in the caller's thread, so that `breakpoint()` in an env works."""
-
-    def launch(self) -> None:
-        """See `Fleet.launch`."""
-        self.signals = []
-        self._worker = make_worker(self.configs[0], self.deliver, in_process=True)
-        self._worker.build()
-
-    def attach(self, layout: Layout) -> Table:
-        """See `Fleet.attach`."""
-        self.signals = [InlineSignal(self._worker)] * MAX_RECEIVERS
-        self.table = self.prepared(Table(layout, create_private(layout)))
-        self._worker.attach(self.table, self.signals)
-        self._worker.start()
-        return self.table
-
-    def wakers(self) -> list[Callable[[], None]]:
-        """See `Fleet.wakers`."""
-        return [_nothing]
-
-    def send_command(self, worker: int, message: tuple[Any, ...]) -> None:
-        """See `Fleet.send_command`; carried out at once."""
-        self.deliver(self._worker.carry_out(*message))
-
-    def stack_of(self, worker: int) -> str:
-        """See `Fleet.stack_of`; the caller sees its own."""
-        return ""
-
-    def stop(self, deadline: float) -> None:
-        """See `Fleet.stop`."""
-        self._worker.close()
-
-
-def _nothing() -> None:
-    pass
+                    late = next(self._pending[ticket] for ticket in tickets if ticket not in self._answers)
+                    raise TimeoutError(f"{verb}: no answer from worker {late} in {timeout:g} s; its env may be in a long step")
+                self._changed.wait(0.25 if deadline is None else min(0.25, max(0.0, deadline - time.monotonic())))
+            answers: list[Answer] = []
+            for ticket in tickets:
+                answer = self._answers[ticket]
+                if answer is None:
+                    worker = self._pending[ticket]
+                    raise WorkerDied(f"worker {worker} ended before it answered {verb!r}", self.slots_of(worker))
+                answers.append(answer)
+            return answers

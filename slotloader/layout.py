@@ -39,8 +39,6 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
     ("begin_ns", "i8", "slot"),  # start of the step or reset now running; W: env; R: trainer, for ages
     ("episode", "i8", "slot"),  # index within the life; W: env with FIRST; R: trainer
     ("episode_seed", "i8", "slot"),  # seed of the episode's reset, -1 for none; W: env with FIRST; R: trainer
-    ("episode_return", "f8", "slot"),  # running sum of rewards; W: env before READY; R: trainer
-    ("episode_length", "i8", "slot"),  # running env steps; W: env before READY; R: trainer
     ("steps", "i8", "slot"),  # env.step calls; W: env; R: trainer, stats
     ("step_ns", "i8", "slot"),  # their total time; W: env; R: trainer, stats
     ("resets", "i8", "slot"),  # env.reset calls; W: env; R: trainer, stats
@@ -98,6 +96,9 @@ class Layout:
         wanted: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
             (name, np.dtype(dtype), (rows[per],)) for name, dtype, per in CONTROL
         ]
+        # Return so far and env steps so far, negative in a last record; W: env before READY; R: trainer. One array, so that
+        # the trainer keeps both with one gather.
+        wanted.append(("progress", np.dtype(np.float64), (num_slots, 2)))
         wanted.append(("info_data", np.dtype(np.uint8), (num_slots, INFO_BYTES)))
         for tree in (observation, info, action):
             wanted.extend((name, dtype, (num_slots, *shape)) for name, dtype, shape in tree_parts(tree))

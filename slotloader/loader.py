@@ -18,13 +18,16 @@ from slotloader import stats as figures
 from slotloader.actions import ActionBounds, Scatterer
 from slotloader.batches import Batch, Gatherer
 from slotloader.errors import LoaderClosed, SlotLoaderError
-from slotloader.fleet import Fleet, InlineFleet, ThreadFleet, error_from
+from slotloader.fleet import Fleet
 from slotloader.former import Request
 from slotloader.layout import MAX_RECEIVERS, Layout
+from slotloader.local_fleets import InlineFleet, ThreadFleet
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
+from slotloader.reports import error_from
 from slotloader.runner import EnvOptions, OnReset
 from slotloader.slots import SlotState
+from slotloader.supervision import Limits, OnFailure
 from slotloader.workers import WorkerConfig
 
 Backend = Literal["process", "thread", "inline"]
@@ -60,7 +63,13 @@ class SlotLoader:
       debug: arrays out of `batch.view()` are copies that are poisoned when the batch is answered.
       preload: modules to import once, before the worker processes fork.
       cpu_affinity: worker w is pinned to CPU `cpu_affinity[w % len]`.
-      start_timeout: seconds until every env must exist; also how long a reset may take before it counts as stalled.
+      start_timeout: seconds until every env must exist.
+      step_timeout, reset_timeout: seconds that one `env.step` or `env.reset` may take; a worker that takes longer is killed
+        with its stack in the error. None is no limit.
+      on_failure: "raise" raises `EnvFailed` or `WorkerDied` from `recv`; "restart" gives the slots a new life; "auto" does so
+        for an env that has completed a step before.
+      max_restarts: restarts of one slot within `restart_window` seconds, after which its failure is raised.
+      restart_window: see `max_restarts`.
 
     Raises:
       TypeError, ValueError: an argument is wrong; nothing has been started.
@@ -92,6 +101,11 @@ class SlotLoader:
         preload: Sequence[str] = (),
         cpu_affinity: Sequence[int] | None = None,
         start_timeout: float = 120.0,
+        step_timeout: float | None = None,
+        reset_timeout: float | None = None,
+        on_failure: OnFailure = "auto",
+        max_restarts: int = 5,
+        restart_window: float = 300.0,
     ) -> None:
         self.closed = True  # until something runs: __del__ must not warn about a constructor that failed
         factories = env_sources.factories(envs, num_envs, env_kwargs)
@@ -99,7 +113,8 @@ class SlotLoader:
         self.request_for(len(factories))
         self.num_slots = len(factories)
         self.seed = _checked_seed(seed)
-        self.backend, self.debug, self.start_timeout = backend, debug, start_timeout
+        self.backend, self.debug = backend, debug
+        self.limits = Limits(on_failure, max_restarts, restart_window, start_timeout, step_timeout, reset_timeout)
         options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check)
         sizes = pack(self.num_slots, num_workers, envs_per_worker, backend)
         ends = np.cumsum(sizes).tolist()
@@ -107,7 +122,7 @@ class SlotLoader:
             WorkerConfig(index, end - size, factories[end - size : end], options, worker_threads)
             for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
-        self.fleet = _make_fleet(backend, configs, start_timeout, preload, env_sources.preloads(factories), cpu_affinity)
+        self.fleet = _make_fleet(backend, configs, self.limits, preload, env_sources.preloads(factories), cpu_affinity)
         try:
             self.fleet.launch()
             observation, action, info_tree, self._spaces = self.fleet.wait_built()
@@ -307,7 +322,8 @@ class SlotLoader:
         if receiver.retired or receiver.meter.batches:
             raise SlotLoaderError("load_state_dict: expected a loader that has not received yet; call it first")
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
-        batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.start_timeout)
+        batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.limits.start_timeout)
+        self.fleet.lives.update(lives)
         self.fleet.command("begin_life", range(self.num_slots), lives)
         # Each env now takes its next action as the wish for its new first record, so any action will do.
         batch.send(batch.last_action)
@@ -409,15 +425,15 @@ def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, ba
 def _make_fleet(
     backend: str,
     configs: list[WorkerConfig],
-    start_timeout: float,
+    limits: Limits,
     preload: Sequence[str],
     helpful: Sequence[str],
     cpu_affinity: Sequence[int] | None,
 ) -> Fleet:
     if backend == "inline":
-        return InlineFleet(configs, start_timeout)
+        return InlineFleet(configs, limits)
     if backend == "thread":
-        return ThreadFleet(configs, start_timeout)
+        return ThreadFleet(configs, limits)
     if backend != "process":
         raise ValueError(f"backend: expected 'process', 'thread' or 'inline', found {backend!r}")
     try:
@@ -426,4 +442,4 @@ def _make_fleet(
         raise SlotLoaderError(
             f"backend='process' needs a POSIX system with posix_ipc ({error}); use backend='thread' or 'inline'"
         ) from error
-    return ProcessFleet(configs, start_timeout, preload, helpful, cpu_affinity)
+    return ProcessFleet(configs, limits, preload, helpful, cpu_affinity)

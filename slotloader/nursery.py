@@ -4,7 +4,8 @@ It is started with `python -m slotloader.nursery FD`, never imports the user's m
 taking every worker's process group with it. Nothing of the trainer (jax, CUDA or gRPC threads) is ever forked.
 
 Messages from the trainer: `("setup", sys_path, preload, semaphore_names)`, `("spawn", index)` with the worker's end of its
-socket, `("stack", index)`, `("kill", indices)`. Messages to it: `("ready", failed_preloads)`, `("spawned", index, pid)`,
+socket, `("stack", index)`, `("condemn", index)` (stack, then kill), `("kill", indices)`.
+Messages to it: `("ready", failed_preloads)`, `("spawned", index, pid)`,
 `("stack", index, text)`, `("exit", index, pid, status)`.
 """
 
@@ -92,6 +93,9 @@ class Nursery:
             self._spawn(args[0], fds[0])
         elif verb == "stack":
             self._channel.send(("stack", args[0], self._stack_of(args[0])))
+        elif verb == "condemn":
+            self._channel.send(("stack", args[0], self._stack_of(args[0])))
+            self._kill(args)
         elif verb == "kill":
             self._kill(args[0])
 

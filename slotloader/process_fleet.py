@@ -20,13 +20,17 @@ import cloudpickle
 from slotloader import slots
 from slotloader.channel import Channel
 from slotloader.errors import SlotLoaderError
-from slotloader.fleet import Died, Fleet
+from slotloader.fleet import Fleet
 from slotloader.layout import MAX_RECEIVERS, Layout
+from slotloader.reports import Died
 from slotloader.signals import SemaphoreSignal, create_semaphore, sweep
+from slotloader.supervision import Limits
 from slotloader.workers import WorkerConfig
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from slotloader.nursery import main; main()"
 _BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_WATCH_INTERVAL = 0.05  # seconds between looks for hung envs, only where a limit is set
+_REAP_LIMIT = 10.0  # seconds after SIGKILL until a worker counts as stuck in the kernel
 _KILL_RESERVE = 1.0  # seconds of the close deadline that are kept for killing and reaping
 
 
@@ -58,7 +62,7 @@ class ProcessFleet(Fleet):
 
     Args:
       configs: one per worker.
-      start_timeout: seconds until every env must exist.
+      limits: how long things may take and how often they may fail.
       preload: modules that the nursery imports before it forks; it is an error if one cannot be imported.
       helpful: likewise, but a failure is left to the workers to explain.
       cpu_affinity: worker w runs on `cpu_affinity[w % len]`; None leaves it to the kernel.
@@ -67,12 +71,12 @@ class ProcessFleet(Fleet):
     def __init__(
         self,
         configs: Sequence[WorkerConfig],
-        start_timeout: float,
+        limits: Limits,
         preload: Sequence[str] = (),
         helpful: Sequence[str] = (),
         cpu_affinity: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(configs, start_timeout)
+        super().__init__(configs, limits)
         self._payloads = pickle_factories(configs)
         self._preload, self._helpful = list(preload), list(helpful)
         self._affinity = cpu_affinity
@@ -80,6 +84,9 @@ class ProcessFleet(Fleet):
         self._pids: dict[int, int] = {}
         self._stacks: dict[int, str] = {}
         self._ready = False
+        self._region = -1
+        self._start_by: dict[int, float] = {}  # respawned workers that are building, with their limit
+        self._condemned: dict[int, tuple[str, float]] = {}  # workers being killed for a hang: why, and since when
         self._failed_preloads: dict[str, str] = {}
         self._nursery: subprocess.Popen[bytes] | None = None
         self._selector = selectors.DefaultSelector()
@@ -123,12 +130,13 @@ class ProcessFleet(Fleet):
             self._control.send(("spawn", config.index), (theirs.fileno(),))
         channel = Channel(ours)
         affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
-        channel.send((config.first_slot, config.index, payload, affinity))
+        lives = [self.lives[slot] for slot in self.slots_of(config.index)]
+        channel.send((config.first_slot, config.index, payload, affinity, lives))
         self._channels[config.index] = channel
         self._selector.register(ours, selectors.EVENT_READ, config.index)
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + self.start_timeout
+        deadline = time.monotonic() + self.limits.start_timeout
         with self._changed:
             while not self._ready and not self.events and time.monotonic() < deadline:
                 self._changed.wait(0.5)
@@ -142,13 +150,31 @@ class ProcessFleet(Fleet):
         """See `Fleet.attach`."""
         memory, fd = slots.create_shared(layout)
         try:
-            self.table = self.prepared(slots.Table(layout, memory))
-            for channel in self._channels.values():
-                with contextlib.suppress(EOFError):  # a worker that died meanwhile is reported by the nursery
-                    channel.send((layout,), (fd,))
-        finally:
+            table = slots.Table(layout, memory)
+        except BaseException:
             os.close(fd)
-        return self.table
+            raise
+        self._region = fd  # kept for workers that start later
+        with self._changed:
+            self.prepared(table)
+            for worker in self._channels:
+                self.readmit(worker)
+        return table
+
+    def readmit(self, worker: int) -> None:
+        """See `Fleet.readmit`."""
+        self._start_by.pop(worker, None)
+        with contextlib.suppress(EOFError):  # a worker that died meanwhile is reported by the nursery
+            self._channels[worker].send((self.table.layout,), (self._region,))
+
+    def respawn(self, worker: int) -> None:
+        """See `Fleet.respawn`."""
+        config = self.configs[worker]
+        self._channels.pop(worker).close()
+        self._gone.discard(worker)
+        self._start_by[worker] = time.monotonic() + self.limits.start_timeout
+        with contextlib.suppress(EOFError):  # the nursery has ended, which is reported by itself
+            self._spawn(config, self._payloads[worker])
 
     def wakers(self) -> list[Callable[[], None]]:
         """See `Fleet.wakers`."""
@@ -182,8 +208,11 @@ class ProcessFleet(Fleet):
     # The watching thread: turns what arrives into reports.
 
     def _watch(self) -> None:
+        limits = self.limits
+        watches = limits.step_timeout is not None or limits.reset_timeout is not None
         while True:
-            for key, _ in self._selector.select():
+            pause = _WATCH_INTERVAL if watches or self._start_by or self._condemned else None
+            for key, _ in self._selector.select(pause):
                 try:
                     if key.data is None:
                         message, _ = self._control.receive()
@@ -196,13 +225,37 @@ class ProcessFleet(Fleet):
                     if key.data is None:
                         self._nursery_gone()
                         return
+            if pause is not None and self.running and not self.closing:
+                self._condemn_hung()
+
+    def _condemn_hung(self) -> None:
+        """Has the nursery kill workers that exceed a limit; what follows is a death like any other."""
+        now = time.monotonic()
+        hung = {int(self.table.owner[slot]): text for slot, text in reversed(self.overdue())}
+        for worker, limit in self._start_by.items():
+            if now > limit:
+                hung[worker] = f"the env factory has run for longer than start_timeout={self.limits.start_timeout:g} s"
+        for worker, text in hung.items():
+            if worker not in self._condemned and worker not in self._gone:
+                self._condemned[worker] = (text, now)
+                with contextlib.suppress(EOFError):
+                    self._control.send(("condemn", worker))
+        for worker, (text, since) in list(self._condemned.items()):
+            if now - since > _REAP_LIMIT and worker not in self._gone:
+                del self._condemned[worker]
+                note = "it could not be reaped, so its slots are dead for good"
+                self.deliver(Died(worker, self.slots_of(worker), self._pids.get(worker, 0), -signal.SIGKILL, text, note))
 
     def _from_nursery(self, kind: str, *args: Any) -> None:
         if kind == "exit":
             worker, pid, exitcode = args
             self._drain(worker)
             self._pids.pop(worker, None)
-            self.deliver(Died(worker, self.slots_of(worker), pid, exitcode))
+            self._start_by.pop(worker, None)
+            why, _ = self._condemned.pop(worker, ("", 0.0))
+            if why:
+                why += f"; the worker was killed. Its stack was:\n{self._stacks.pop(worker, '') or '(not available)'}"
+            self.deliver(Died(worker, self.slots_of(worker), pid, exitcode, why))
             return
         with self._changed:
             if kind == "ready":
@@ -233,13 +286,14 @@ class ProcessFleet(Fleet):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             self._pids.pop(worker, None)
-            self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL))
+            note = "the loader's nursery process has ended, so nothing can be restarted"
+            self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL, note=note))
 
     def stop(self, deadline: float) -> None:
         """See `Fleet.stop`."""
         if self._nursery is None:
             return
-        if hasattr(self, "table"):
+        if self.running:
             for index, wake in enumerate(self._wake):
                 self.table.stop_words[index] = 1
                 wake.post()
@@ -265,6 +319,9 @@ class ProcessFleet(Fleet):
         for channel in self._channels.values():
             channel.close()
         self._selector.close()
+        if self._region >= 0:
+            os.close(self._region)
+            self._region = -1
 
     def _wait_gone(self, until: float) -> None:
         with self._changed:

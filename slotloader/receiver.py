@@ -61,6 +61,7 @@ class Receiver:
         self._receiving = threading.Lock()  # held by the one `recv` that runs
         self._lease = np.zeros(table.num_slots, np.int64)  # serial of the batch that holds a slot, 0 for none
         self._acted_ns = np.full(table.num_slots, monotonic_ns(), np.int64)  # when a slot got its last action
+        self._last = np.full((table.num_slots, 2), -1.0)  # `progress` of the last record handed out; none is open
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
         self._serial = self._naps = 0
         self._leased = 0
@@ -191,6 +192,7 @@ class Receiver:
                 left = SLICE
             seconds = min(seconds, left)
         self._signal.wait(seconds)
+        self._fleet.tick()
         self.meter.wait_ns += monotonic_ns() - now
 
     def _require_open(self) -> None:
@@ -245,7 +247,9 @@ class Receiver:
 
     def _is_excused(self, slot: int, now: int) -> bool:
         starting = self._table.resetting[slot] or self._state[slot] == SlotState.STARTING
-        return bool(starting) and self._age(slot, now) < self._loader.start_timeout
+        limits = self._loader.limits
+        limit = limits.reset_timeout or limits.start_timeout
+        return bool(starting) and self._age(slot, now) < limit
 
     def _age(self, slot: int, now: int) -> float:
         busy = self._table.resetting[slot] or self._state[slot] == SlotState.WRITING
@@ -271,14 +275,34 @@ class Receiver:
             step_type = table.step_type[ready]
             kinds = step_type.tobytes()
             episodes: list[Episode] = []
+            if self._fleet.cuts and 0 in kinds:
+                episodes.extend(self._interrupted(ready[step_type == 0].tolist()))
+            self._last[ready] = table.progress[ready]
             if _TERMINATION in kinds or _TRUNCATION in kinds:
-                episodes = batches.read_episodes(table, ready[step_type >= 2].tolist())
+                episodes.extend(batches.read_episodes(table, ready[step_type >= 2].tolist()))
                 self.meter.episodes += len(episodes)
             now = monotonic_ns()
             batch = Batch(self, serial, now, ready, table.reward[ready], step_type, episodes)
             self._unanswered[serial] = batch
             self.meter.batch_taken(now, ready.size, request.max_get, kinds.count(0), now - table.publish_ns[ready])
         return batch
+
+    def _interrupted(self, firsts: list[int]) -> list[Episode]:
+        """The episodes that failures have cut and whose slots now begin a new life."""
+        found = []
+        for slot in firsts:
+            cuts = self._fleet.cuts.get(slot, [])
+            if not cuts or self._table.life[slot] <= cuts[0].life:
+                continue
+            cut = cuts.pop(0)
+            if not cuts:
+                del self._fleet.cuts[slot]
+            episode_return, length = self._last[slot].tolist()
+            if length < 0:
+                continue  # it had ended by itself before the failure
+            seed = None if cut.seed < 0 else cut.seed
+            found.append(Episode(slot, cut.life, cut.episode, episode_return, int(length), seed, interrupted=True, info={}))
+        return found
 
     # Sending.
 

@@ -18,7 +18,7 @@ from slotloader.layout import INFO_BYTES
 from slotloader.signals import Signal, make_fence, make_order_fence
 from slotloader.slots import SlotState, StepType, Table
 from slotloader.spaces import column_of, tree_of
-from slotloader.specs import Array, Tree, leaves, show_value
+from slotloader.specs import Array, Tree, differences, leaves, show_value
 
 _ACTED, _WRITING, _READY = int(SlotState.ACTED), int(SlotState.WRITING), int(SlotState.READY)
 _FIRST, _MID = int(StepType.FIRST), int(StepType.MID)
@@ -90,13 +90,14 @@ class EnvRunner:
       wants_reset: its episode has ended and the reset for the next one has not been done.
       started: its first reset has been begun.
       failed: its env raised; nothing more will be published.
+      lost: the fleet has given this env up while it hangs in a thread; should it come back, it must not write.
       phase: "factory", "reset", "step" or "close": where an exception came from.
     """
 
     def __init__(self, slot: int, worker: int, factory: EnvFactory, options: EnvOptions, life: int = 0) -> None:
         self.slot, self.worker, self.life = slot, worker, life
         self.wants_reset = True
-        self.started = self.failed = False
+        self.started = self.failed = self.lost = False
         self.phase = "factory"
         self._factory, self._options = factory, options
         self._ended = True  # the next action only releases the next FIRST record
@@ -105,6 +106,7 @@ class EnvRunner:
         self._episode = -1
         self._seed: int | None = None
         self._length, self._return = 0, 0.0
+        self._steps_before = 0  # in earlier lives of the slot
         self._steps = self._step_ns = self._resets = self._reset_ns = self._sequence = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owns_loop = False
@@ -134,10 +136,14 @@ class EnvRunner:
         self._state, self._step_type, self._reward = table.state_words, table.step_type_words, table.reward_words
         self._publish_ns, self._begin_ns = table.publish_ns_words, table.begin_ns_words
         self._sequence_word, self._resetting = table.sequence_words, table.resetting_words
-        self._return_word, self._length_word = table.episode_return_words, table.episode_length_words
+        self._progress = table.progress_words
         self._steps_word, self._step_ns_word = table.steps_words, table.step_ns_words
         self._table = table
-        self._sequence = int(table.sequence[slot])
+        # The counters of a slot go on over its lives.
+        self._sequence, self._steps_before = int(table.sequence[slot]), int(table.steps[slot])
+        self._step_ns, self._resets, self._reset_ns = (
+            int(words[slot]) for words in (table.step_ns, table.resets, table.reset_ns)
+        )
 
     def _attach_info(self, table: Table) -> list[tuple[str, Callable[[Any], None], list[Array]]]:
         columns, at = [], 0
@@ -148,6 +154,52 @@ class EnvRunner:
             columns.append((name, values.writer(tree, arrays, self.slot, ("info", name), self._options.check), rows))
             at += count
         return columns
+
+    def rebuild(self, life: int) -> None:
+        """Replaces an env that has failed; its first record is due as after a start.
+
+        Raises:
+          SpecMismatch: the new env has other spaces; and whatever the factory raises.
+        """
+        self.settle(self._close_env())
+        self._build_again(life)
+
+    async def rebuild_async(self, life: int) -> None:
+        """`rebuild` for an async env."""
+        await _settle(self._close_env())
+        self._build_again(life)
+
+    def _close_env(self) -> Any:
+        env = getattr(self, "env", None)
+        if env is None:
+            return None
+        del self.env
+        try:
+            return env.close()
+        except Exception:  # it has failed already; what matters is the new one
+            return None
+
+    def _build_again(self, life: int) -> None:
+        before = (self.observation, self.action)
+        self.begin_life(life)
+        self.phase = "factory"
+        self._steps_before += self._steps
+        self._steps = 0
+        self.build()
+        for name, old, new in zip(("obs", "action"), before, (self.observation, self.action), strict=True):
+            for line in differences(old, new, (name,)):
+                raise SpecMismatch(f"life {life} of this env has other spaces than the loader: {line}")
+        self.started = self.failed = False
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the env's `reset` and `step` are coroutines."""
+        return hasattr(self, "env") and self.env.is_async
+
+    def claim(self) -> None:
+        """Takes an ACTED slot on, before its thread or task gets to it."""
+        self._begin_ns[self.slot] = monotonic_ns()
+        self._state[self.slot] = _WRITING
 
     def begin_life(self, life: int) -> None:
         """Starts over with the seeds of another life; takes effect with the slot's next action."""
@@ -161,6 +213,7 @@ class EnvRunner:
         if self.env.is_async:
             self._run(self.advance_async())
             return
+        begin = self._begin_ns[self.slot] = monotonic_ns()  # before WRITING: the fleet reads it to find hung steps
         self._state[self.slot] = _WRITING
         if self._ended:
             if self.wants_reset:
@@ -169,7 +222,6 @@ class EnvRunner:
             return
         self._publisher.order_fence()
         self.phase = "step"
-        begin = self._begin_ns[self.slot] = monotonic_ns()
         self._finish_step(self.env.step(self._read_action()), begin)
 
     def reset(self) -> None:
@@ -184,6 +236,7 @@ class EnvRunner:
 
     async def advance_async(self) -> None:
         """`advance` for an env whose `reset` and `step` are coroutines."""
+        begin = self._begin_ns[self.slot] = monotonic_ns()
         self._state[self.slot] = _WRITING
         if self._ended:
             if self.wants_reset:
@@ -192,7 +245,6 @@ class EnvRunner:
             return
         self._publisher.order_fence()
         self.phase = "step"
-        begin = self._begin_ns[self.slot] = monotonic_ns()
         self._finish_step(await _settle(self.env.step(self._read_action())), begin)
 
     async def reset_async(self) -> None:
@@ -222,6 +274,7 @@ class EnvRunner:
 
     def _keep(self, error: Exception) -> None:
         self._reset_error = error
+        self._begin_ns[self.slot] = monotonic_ns()
         self._resetting[self.slot] = 0
         self.wants_reset = False
 
@@ -244,12 +297,14 @@ class EnvRunner:
 
     def _finish_reset(self, result: Any) -> None:
         slot = self.slot
+        now = monotonic_ns()
         self._resets += 1
-        self._reset_ns += monotonic_ns() - self._begin_ns[slot]
+        self._reset_ns += now - self._begin_ns[slot]
         self._table.resets_words[slot], self._table.reset_ns_words[slot] = self._resets, self._reset_ns
         observation, info = self.env.read_reset(result)
         self._write_spare(observation)
         self._last_info = info
+        self._begin_ns[slot] = now  # before the word below: nobody may take the reset's time for a step's
         self._resetting[slot] = 0
         self.wants_reset, self._fresh = False, True
 
@@ -258,6 +313,8 @@ class EnvRunner:
         if self._reset_error is not None:
             error, self._reset_error = self._reset_error, None
             raise error
+        if self.lost:
+            return
         slot, table = self.slot, self._table
         for row, spare in self._obs_rows:
             row[...] = spare
@@ -270,6 +327,8 @@ class EnvRunner:
 
     def _finish_step(self, result: Any, begin: int) -> None:
         now = monotonic_ns()
+        if self.lost:
+            return
         observation, reward, terminated, truncated, info = self.env.read_step(result)
         self._write_obs(observation)
         if type(reward) is not float or not -_FLOAT32_MAX <= reward <= _FLOAT32_MAX:
@@ -281,7 +340,7 @@ class EnvRunner:
         self._steps += 1
         self._step_ns += now - begin
         slot = self.slot
-        self._steps_word[slot], self._step_ns_word[slot] = self._steps, self._step_ns
+        self._steps_word[slot], self._step_ns_word[slot] = self._steps_before + self._steps, self._step_ns
         if terminated or truncated:
             self._ended = self.wants_reset = True
             self._write_last_info(info)
@@ -294,7 +353,8 @@ class EnvRunner:
         slot = self.slot
         self._step_type[slot] = step_type
         self._reward[slot] = reward
-        self._return_word[slot], self._length_word[slot] = self._return, self._length
+        # Both numbers of the last record that was handed out must stay readable: the sign says whether it ended its episode.
+        self._progress[2 * slot], self._progress[2 * slot + 1] = self._return, self._length if step_type < 2 else -self._length
         self._sequence += 1
         self._sequence_word[slot] = self._sequence
         self._publish_ns[slot] = now

@@ -92,8 +92,7 @@ class Table:
     begin_ns: Array
     episode: Array
     episode_seed: Array
-    episode_return: Array
-    episode_length: Array
+    progress: Array
     steps: Array
     step_ns: Array
     resets: Array
@@ -121,7 +120,7 @@ class Table:
             array = np.frombuffer(memory, field.dtype, count, field.offset) if count else np.empty(0, field.dtype)
             arrays[field.name] = array.reshape(field.shape)
             code = field.dtype.str[1:]
-            if len(field.shape) == 1 and code in _VIEW_FORMATS:
+            if field.name.isidentifier() and code in _VIEW_FORMATS:
                 view = whole[field.offset : field.offset + field.nbytes].cast(_VIEW_FORMATS[code])  # type: ignore[call-overload]
                 setattr(self, f"{field.name}_words", view)
         for name, array in arrays.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import select
@@ -16,6 +17,7 @@ import posix_ipc
 from slotloader import slots, workers
 from slotloader.channel import Channel
 from slotloader.layout import MAX_RECEIVERS
+from slotloader.reports import Failed
 from slotloader.signals import SemaphoreSignal
 
 
@@ -69,12 +71,12 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
 
 def _configuration(channel: Channel, report: Any) -> Any:
     """Unpickles the configuration; a module that cannot be imported here is reported like a factory that raises."""
-    (first_slot, index, data, affinity), _ = channel.receive()
+    (first_slot, index, data, affinity, lives), _ = channel.receive()
     try:
-        return pickle.loads(data), affinity
+        return dataclasses.replace(pickle.loads(data), lives=lives), affinity
     except Exception as error:
         report(
-            workers.Failed(
+            Failed(
                 index, (first_slot,), os.getpid(), "unpickling", 0, type(error).__name__, str(error)[:4000],
                 traceback.format_exc()[-16000:],
             )

@@ -7,22 +7,20 @@ event loop (async envs); the moves of a single env are the same in all three (`r
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from slotloader.envs import EnvFactory
+from slotloader.reports import Answer, Built, Failed, failure_of
 from slotloader.runner import EnvOptions, EnvRunner, Publisher
 from slotloader.signals import Signal
 from slotloader.slots import SlotState, Table
-from slotloader.specs import Tree
 
-_ACTED, _WRITING = int(SlotState.ACTED), int(SlotState.WRITING)
+_STARTING, _ACTED, _WRITING = int(SlotState.STARTING), int(SlotState.ACTED), int(SlotState.WRITING)
 _IDLE_WAIT = 1.0
 
 Report = Callable[[Any], None]
@@ -47,56 +45,6 @@ class WorkerConfig:
     options: EnvOptions
     threads: bool = False
     lives: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Built:
-    """Report of a worker whose envs exist: the trees of each, and the first env's spaces for the user."""
-
-    worker: int
-    specs: Sequence[tuple[Tree, Tree, Tree]]
-    spaces: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Report of envs that raised; only strings cross, so nothing of the exception has to be picklable."""
-
-    worker: int
-    slots: tuple[int, ...]
-    pid: int
-    phase: str
-    step: int
-    error_type: str
-    text: str
-    traceback: str
-    cause: BaseException | None = None  # kept where worker and trainer are one process
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Report of a control call: `results` by slot, or the failure of one."""
-
-    worker: int
-    ticket: int
-    results: dict[int, Any]
-    failure: Failed | None = None
-
-
-def describe_failure(worker: int, runner: EnvRunner, error: BaseException, keep: bool) -> Failed:
-    """Turns an exception of an env into strings; survives exceptions whose `__str__` raises."""
-    try:
-        text = str(error)
-    except BaseException:
-        text = "<the exception's __str__ raised>"
-    try:
-        lines = "".join(traceback.format_exception(error))
-    except BaseException:
-        lines = "".join(traceback.format_tb(error.__traceback__))
-    return Failed(
-        worker, (runner.slot,), os.getpid(), runner.phase, runner.steps_taken, type(error).__name__, text[:4000],
-        lines[-16000:], error if keep else None,
-    )  # fmt: skip
 
 
 class Worker:
@@ -124,7 +72,7 @@ class Worker:
             try:
                 self._within(runner, runner.build)
             except (Exception, SystemExit) as error:
-                self._report(describe_failure(self.config.index, runner, error, self._in_process))
+                self._report(self._failure(runner, error))
                 return False
         first = self.runners[0].env
         self._report(
@@ -151,7 +99,8 @@ class Worker:
         runner.started = True
         try:
             runner.reset()
-            runner.publish_first()
+            if self._states[runner.slot] == _STARTING:  # else a record of the last life has not been answered yet
+                runner.publish_first()
         except (Exception, SystemExit) as error:
             self._fail(runner, error)
 
@@ -198,9 +147,13 @@ class Worker:
                 return True
         return False
 
+    def _failure(self, runner: EnvRunner, error: BaseException) -> Failed:
+        step = runner.steps_taken + (runner.phase == "step")  # the call that failed counts: "at step 7" is the seventh
+        return failure_of(self.config.index, runner.slot, runner.phase, step, error, self._in_process)
+
     def _fail(self, runner: EnvRunner, error: BaseException) -> None:
         runner.failed = True
-        self._report(describe_failure(self.config.index, runner, error, self._in_process))
+        self._report(self._failure(runner, error))
 
     def run(self, signal: Signal, receive: Callable[[], Any]) -> None:
         """The loop of a worker of its own: until told to stop.
@@ -233,14 +186,19 @@ class Worker:
             if runner.slot not in slots:
                 continue
             try:
-                if runner.failed:
+                if runner.failed and verb != "rebuild":
                     raise RuntimeError("this env has failed; it takes no calls")
                 results[runner.slot] = self._within(runner, partial(_settled_call, runner, verb, args))
+                if verb == "rebuild":
+                    self._revive(runner)
             except (Exception, SystemExit) as error:
                 runner.phase = verb
-                failure = describe_failure(self.config.index, runner, error, self._in_process)
+                failure = self._failure(runner, error)
                 return Answer(self.config.index, ticket, results, failure)
         return Answer(self.config.index, ticket, results)
+
+    def _revive(self, runner: EnvRunner) -> None:
+        """Begins the first reset of a rebuilt env; here `reset_one` does."""
 
     def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
         """Runs `function` in the thread that owns the env."""
@@ -252,7 +210,7 @@ class Worker:
             try:
                 self._within(runner, runner.close)
             except (Exception, SystemExit) as error:
-                self._report(describe_failure(self.config.index, runner, error, self._in_process))
+                self._report(self._failure(runner, error))
 
 
 def _settled_call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
@@ -267,6 +225,8 @@ def _call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
         return runner.get_attr(args[0])
     if verb == "set_attr":
         return runner.set_attr(args[0], args[1][runner.slot])
+    if verb == "rebuild":
+        return runner.rebuild_async(args[0][runner.slot]) if runner.is_async else runner.rebuild(args[0][runner.slot])
     if verb == "begin_life":
         return runner.begin_life(args[0][runner.slot])
     raise ValueError(f"unknown command {verb!r}")
@@ -322,11 +282,14 @@ class ThreadedWorker(Worker):
     def start(self) -> None:
         """See `Worker.start`."""
         for runner in self.runners:
-            self._lanes[runner.slot].put(partial(self._first_record, runner))
+            self._revive(runner)
+
+    def _revive(self, runner: EnvRunner) -> None:
+        self._lanes[runner.slot].put(partial(self._first_record, runner))
 
     def advance(self, runner: EnvRunner) -> None:
         """Claims the slot and lets its lane serve it."""
-        self._states[runner.slot] = _WRITING
+        runner.claim()
         self._lanes[runner.slot].put(lambda: self._advance_and_reset(runner))
 
     def _advance_and_reset(self, runner: EnvRunner) -> None:
@@ -381,7 +344,7 @@ class AsyncWorker(Worker):
             acted = self._states[self._first : self._end].tobytes()
             for at, runner in enumerate(self.runners):
                 if acted[at] == _ACTED and not runner.failed:
-                    self._states[runner.slot] = _WRITING
+                    runner.claim()
                     tasks.add(loop.create_task(self._advance_async(runner)))
             tasks = {task for task in tasks if not task.done()}
             await woken.wait()
@@ -398,7 +361,8 @@ class AsyncWorker(Worker):
         try:
             async with self._busy[runner.slot]:
                 await runner.reset_async()
-                runner.publish_first()
+                if self._states[runner.slot] == _STARTING:
+                    runner.publish_first()
         except (Exception, SystemExit) as error:
             self._fail(runner, error)
 
@@ -420,9 +384,11 @@ class AsyncWorker(Worker):
                 async with self._busy[runner.slot]:
                     result = _call(runner, verb, args)
                     results[runner.slot] = await result if asyncio.iscoroutine(result) else result
+                if verb == "rebuild":
+                    self._loop.create_task(self._first_async(runner))
             except (Exception, SystemExit) as error:
                 runner.phase = verb
-                failure = describe_failure(self.config.index, runner, error, self._in_process)
+                failure = self._failure(runner, error)
                 break
         self._report(Answer(self.config.index, ticket, results, failure))
 
