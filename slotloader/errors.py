@@ -53,6 +53,10 @@ class EnvFailed(SlotLoaderError, RuntimeError):
         self.remote_traceback = remote_traceback
 
 
+class RecordMismatch(EnvFailed, SpecMismatch):
+    """An environment returned a record that breaks its declared spaces; both an `EnvFailed` and a `SpecMismatch`."""
+
+
 class WorkerDied(SlotLoaderError, RuntimeError):
     """A worker process ended without being asked to.
 

@@ -141,7 +141,9 @@ class Fleet:
             return
         refusal: str | None = ""
         if self.running and not event.note:
-            has_worked = any(int(self.table.steps[slot]) > 0 for slot in event.slots)
+            # A record that breaks its spaces is a mistake, however long the env has worked.
+            mistake = isinstance(event, Failed) and event.error_type == "SpecMismatch"
+            has_worked = not mistake and any(int(self.table.steps[slot]) > 0 for slot in event.slots)
             refusal = self.policy.refuse(event.slots, has_worked, time.monotonic())
         if refusal is None:
             self._restart(event)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import posix_ipc  # noqa: F401  where it does not exist this module must not import: the loader then says so
 
 from slotloader import slots
 from slotloader.channel import Channel

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slotloader.errors import EnvFailed, WorkerDied
+from slotloader.errors import EnvFailed, RecordMismatch, WorkerDied
 from slotloader.specs import Tree
 
 
@@ -96,7 +96,8 @@ def error_from(events: Sequence[Event]) -> EnvFailed | WorkerDied:
     first = events[0]
     if isinstance(first, Died):
         return WorkerDied(text, slots, first.pid, first.exitcode)
-    error = EnvFailed(text, slots, first.pid, first.traceback)
+    mismatch = all(isinstance(event, Failed) and event.error_type == "SpecMismatch" for event in events)
+    error = (RecordMismatch if mismatch else EnvFailed)(text, slots, first.pid, first.traceback)
     error.__cause__ = first.cause
     return error
 

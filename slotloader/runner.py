@@ -426,7 +426,7 @@ def pack_info(info: Mapping[str, Any]) -> bytes:
     """The info of a last record in at most `INFO_BYTES`: what cannot be packed or does not fit is named, not sent.
 
     Returns:
-      msgpack of `(info, dropped)`, `dropped` being the tuple of keys left out, the largest first.
+      msgpack of `(info, dropped)`: the smallest values are kept, `dropped` names what was left out, shortened if long.
     """
     try:
         data = values.pack((info, ()))
@@ -448,7 +448,12 @@ def pack_info(info: Mapping[str, Any]) -> bytes:
             dropped.append(str(key))
         else:
             kept.add(key)
-    names = [name[:24] for name in dropped[:16]]
+    names = [_short_name(name) for name in dropped[:16]]
     if len(dropped) > len(names):
         names.append(f"... and {len(dropped) - len(names)} more")
     return values.pack(({key: info[key] for key in info if key in kept}, names))
+
+
+def _short_name(name: str) -> str:
+    """At most 24 bytes of a key, whatever characters it is made of."""
+    return name.encode("utf-8", "backslashreplace")[:24].decode("utf-8", "ignore")

@@ -137,12 +137,14 @@ def differences(expected: Tree, found: Tree, path: Path) -> Iterator[str]:
 
 def show_path(path: Path) -> str:
     """`("obs", "cam", 0)` as `obs["cam"][0]`, the way a user would index it."""
-    return str(path[0]) + "".join(f"[{json.dumps(key) if isinstance(key, str) else repr(key)}]" for key in path[1:])
+    return str(path[0]) + "".join(
+        f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]" for key in path[1:]
+    )
 
 
 def _show_keys(keys: Iterable[Any]) -> str:
-    names = [f"{key!r:.40}" for key in keys]
-    return f"[{', '.join(names[:8])}{f', ... {len(names) - 8} more' if len(names) > 8 else ''}]"
+    names = [f"{key!r:.36}" for key in keys]
+    return f"[{', '.join(names[:6])}{f', ... {len(names) - 6} more' if len(names) > 6 else ''}]"
 
 
 def show_leaf(leaf: Leaf) -> str:

@@ -108,7 +108,7 @@ class Stats:
 class Histogram:
     """Counts of times in ns in buckets of equal ratio (as HdrHistogram), folded from a buffer.
 
-    One thread adds; any thread may read.
+    Any thread may add and read.
     """
 
     def __init__(self) -> None:
@@ -122,27 +122,31 @@ class Histogram:
     def add(self, times: Array) -> None:
         """Adds int64 ns."""
         count = times.size
-        if self._used + count > _BUFFER:
-            self.fold()
-            if count > _BUFFER:
-                with self._lock:
+        with self._lock:
+            if self._used + count > _BUFFER:
+                self._fold()
+                if count > _BUFFER:
                     self._count(times)
-                return
-        self._buffer[self._used : self._used + count] = times
-        self._used += count
+                    return
+            self._buffer[self._used : self._used + count] = times
+            self._used += count
 
     def add_one(self, time_ns: int) -> None:
         """Adds a single time."""
-        if self._used == _BUFFER:
-            self.fold()
-        self._buffer[self._used] = time_ns
-        self._used += 1
+        with self._lock:
+            if self._used == _BUFFER:
+                self._fold()
+            self._buffer[self._used] = time_ns
+            self._used += 1
 
     def fold(self) -> None:
         """Moves the buffer into the counts."""
         with self._lock:
-            used, self._used = self._used, 0
-            self._count(self._buffer[:used])
+            self._fold()
+
+    def _fold(self) -> None:
+        self._count(self._buffer[: self._used])
+        self._used = 0
 
     def _count(self, times: Array) -> None:
         if times.size == 0:

@@ -16,7 +16,7 @@ class Limits:
 
     Attributes:
       on_failure: "raise", "restart", or "auto": restart an env that has completed a step before, raise otherwise, since a
-        factory that never works is a mistake and not a fault.
+        factory that never works is a mistake and not a fault, and so is a record that breaks its spaces.
       max_restarts: restarts of one slot within `restart_window`, after which its failure is raised.
       restart_window: seconds.
       start_timeout: seconds for building an env.

@@ -64,7 +64,7 @@ def fit(leaf: Leaf, value: Any) -> Array:
     except Exception as error:  # a ragged list, a torch tensor on a device, any __array__ that raises
         raise SpecMismatch(f"{show_path(leaf.path)}: expected {leaf}, found {show_value(value)} ({error!s:.200})") from error
     if array.shape != leaf.shape or array.dtype.kind not in "biufc":
-        raise _mismatch(leaf, value if array.dtype.kind == "O" else array)
+        raise _mismatch(leaf, array if array.dtype.kind in "biufc" else value)
     if array.dtype == leaf.dtype:
         return array
     source, target = array.dtype.kind, leaf.dtype.kind

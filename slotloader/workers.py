@@ -64,6 +64,8 @@ class Worker:
             EnvRunner(config.first_slot + at, config.index, factory, config.options, lives[at])
             for at, factory in enumerate(config.factories)
         ]
+        self.unstarted = list(self.runners)  # envs whose first reset is due
+        self._next = 0  # where `serve_one` goes on
         self._first, self._end = config.first_slot, config.first_slot + len(self.runners)
 
     def build(self) -> bool:
@@ -121,10 +123,13 @@ class Worker:
 
     def serve_one(self) -> bool:
         """Serves one slot, or does one reset ahead; False if there is nothing to do (inline backend)."""
+        if self.unstarted:
+            return self.reset_one()
         acted = self._states[self._first : self._end].tobytes()
-        for at in range(len(acted)):
+        for at in (*range(self._next, len(acted)), *range(self._next)):  # in turn: no slot starves
             runner = self.runners[at]
             if acted[at] == _ACTED and not runner.failed:
+                self._next = at + 1
                 self.advance(runner)
                 return True
         return self.reset_one()
@@ -138,12 +143,12 @@ class Worker:
 
     def reset_one(self) -> bool:
         """Resets one env: its very first time, or ahead of the action that will ask for its next episode."""
+        if self.unstarted:
+            self._first_record(self.unstarted.pop(0))
+            return True
         for runner in self.runners:
-            if runner.wants_reset and not runner.failed:
-                if runner.started:
-                    runner.reset()
-                else:
-                    self._first_record(runner)
+            if runner.wants_reset and runner.started and not runner.failed:
+                runner.reset()
                 return True
         return False
 
@@ -170,7 +175,9 @@ class Worker:
             if commands[index]:
                 commands[index] = 0
                 self.obey(receive)
-            if self.serve() or self.reset_one():
+            served = self.serve()
+            # First resets are due between two passes; later ones only when no sibling has an action.
+            if ((self.unstarted or not served) and self.reset_one()) or served:
                 continue
             signal.wait(_IDLE_WAIT)
 
@@ -198,7 +205,8 @@ class Worker:
         return Answer(self.config.index, ticket, results)
 
     def _revive(self, runner: EnvRunner) -> None:
-        """Begins the first reset of a rebuilt env; here `reset_one` does."""
+        """Has a rebuilt env begin its first reset; here `reset_one` does it."""
+        self.unstarted.append(runner)
 
     def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
         """Runs `function` in the thread that owns the env."""
@@ -274,6 +282,7 @@ class ThreadedWorker(Worker):
 
     def __init__(self, config: WorkerConfig, report: Report, in_process: bool = False) -> None:
         super().__init__(config, report, in_process)
+        self.unstarted = []  # lanes begin them
         self._lanes = {runner.slot: Lane(f"slotloader-env-{runner.slot}") for runner in self.runners}
 
     def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
