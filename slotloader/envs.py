@@ -47,8 +47,10 @@ class EpisodeKey:
     episode: int
 
 
-def life_seed(seed: int, slot: int, life: int) -> int:
-    """The seed of a life's first reset: `seed + slot` at first, as gymnasium's vector envs do, then well spread."""
+def life_seed(seed: int, slot: int, life: int, spare: int = 0) -> int:
+    """The seed of an env's first reset: `seed + slot` at first, as gymnasium's vector envs do, then well spread."""
+    if spare:
+        return int(np.random.SeedSequence((seed, slot, life, spare)).generate_state(1)[0])
     if life == 0:
         return seed + slot
     return int(np.random.SeedSequence((seed, slot, life)).generate_state(1)[0])

@@ -70,6 +70,9 @@ class SlotLoader:
         for an env that has completed a step before.
       max_restarts: restarts of one slot within `restart_window` seconds, after which its failure is raised.
       restart_window: see `max_restarts`.
+      spares: further envs per slot that reset in threads while another plays, so that a long reset costs the slot nothing.
+        They take turns in a fixed order and are seeded from (slot, life, spare).
+      recycle_after: episodes after which an env is closed and built anew, for envs that leak.
 
     Raises:
       TypeError, ValueError: an argument is wrong; nothing has been started.
@@ -106,6 +109,8 @@ class SlotLoader:
         on_failure: OnFailure = "auto",
         max_restarts: int = 5,
         restart_window: float = 300.0,
+        spares: int = 0,
+        recycle_after: int | None = None,
     ) -> None:
         self.closed = True  # until something runs: __del__ must not warn about a constructor that failed
         factories = env_sources.factories(envs, num_envs, env_kwargs)
@@ -114,8 +119,15 @@ class SlotLoader:
         self.num_slots = len(factories)
         self.seed = _checked_seed(seed)
         self.backend, self.debug = backend, debug
+        _require_count("spares", spares, 0)
+        if spares and backend == "inline":
+            raise ValueError("spares: expected 0 with backend='inline', which has no threads; use 'thread' or 'process'")
+        if recycle_after is not None:
+            _require_count("recycle_after", recycle_after, 1)
+            if spares:
+                raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
         self.limits = Limits(on_failure, max_restarts, restart_window, start_timeout, step_timeout, reset_timeout)
-        options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check)
+        options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check, spares, recycle_after)
         sizes = pack(self.num_slots, num_workers, envs_per_worker, backend)
         ends = np.cumsum(sizes).tolist()
         configs = [
@@ -397,6 +409,11 @@ def _checked_seed(seed: int | None) -> int:
     return int(seed)
 
 
+def _require_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+
+
 def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: str) -> list[int]:
     """Number of envs of each worker, as even as possible; inline has one worker.
 
@@ -406,8 +423,8 @@ def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, ba
     if backend == "inline":
         return [num_envs]
     for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
-            raise ValueError(f"{name}: expected an integer of at least 1, found {value!r}")
+        if value is not None:
+            _require_count(name, value, 1)
     if num_workers is not None and envs_per_worker is not None and -(-num_envs // envs_per_worker) != num_workers:
         raise ValueError(
             f"num_workers={num_workers} and envs_per_worker={envs_per_worker}: expected to agree for {num_envs} envs; "

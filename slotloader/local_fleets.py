@@ -83,7 +83,7 @@ class ThreadFleet(Fleet):
                 stack = self.stack_of(index)
                 self.deliver(
                     Failed(
-                        index, (slot,), os.getpid(), runner.phase, 0, "TimeoutError", text, stack,
+                        index, (slot,), os.getpid(), runner.phase, runner.steps_taken + 1, "TimeoutError", text, stack,
                         note="a thread cannot be killed, the slot is given up; backend='process' could restart it",
                     )
                 )  # fmt: skip

@@ -38,6 +38,8 @@ class EnvOptions:
       info: declared info columns, name to dtype, `(dtype, shape)` or space.
       max_bytes: capacities of TEXT and PACKED leaves.
       check: also refuse NaN and values out of bounds.
+      spares: further envs of each slot, reset in advance.
+      recycle_after: episodes after which an env is closed and built anew; None is never.
     """
 
     seed: int
@@ -45,6 +47,8 @@ class EnvOptions:
     info: Mapping[str, Any] = field(default_factory=dict)
     max_bytes: Mapping[str, int] = field(default_factory=dict)
     check: bool = False
+    spares: int = 0
+    recycle_after: int | None = None
 
 
 class Publisher:
@@ -82,39 +86,66 @@ class Publisher:
         return int(np.count_nonzero(self._states[self._first[receiver] : self._end[receiver]] == _READY))
 
 
+class Tally:
+    """Running figures of one slot, over all its lives and spares; written by whichever env is stepping."""
+
+    __slots__ = ("reset_ns", "resets", "sequence", "step_ns", "steps")
+
+    def __init__(self) -> None:
+        self.sequence = self.steps = self.step_ns = self.resets = self.reset_ns = 0
+
+    def load(self, table: Table, slot: int) -> None:
+        """Goes on where an earlier worker of the slot ended."""
+        for name in self.__slots__:
+            setattr(self, name, int(getattr(table, name)[slot]))
+
+
 class EnvRunner:
     """Owns one env from factory to close; every method runs in one and the same thread.
 
     Attributes:
       slot: the row that it writes.
       wants_reset: its episode has ended and the reset for the next one has not been done.
+      finished: its last record has been published and the next FIRST has not.
       started: its first reset has been begun.
       failed: its env raised; nothing more will be published.
       lost: the fleet has given this env up while it hangs in a thread; should it come back, it must not write.
       phase: "factory", "reset", "step" or "close": where an exception came from.
     """
 
-    def __init__(self, slot: int, worker: int, factory: EnvFactory, options: EnvOptions, life: int = 0) -> None:
-        self.slot, self.worker, self.life = slot, worker, life
+    def __init__(
+        self,
+        slot: int,
+        worker: int,
+        factory: EnvFactory,
+        options: EnvOptions,
+        life: int = 0,
+        spare: int = 0,
+        tally: Tally | None = None,
+    ) -> None:
+        self.slot, self.worker, self.life, self.spare = slot, worker, life, spare
         self.wants_reset = True
+        self.finished = False
         self.started = self.failed = self.lost = False
         self.phase = "factory"
         self._factory, self._options = factory, options
         self._ended = True  # the next action only releases the next FIRST record
         self._fresh = False  # the reset has been done, its record waits in private memory
         self._reset_error: Exception | None = None
-        self._episode = -1
+        self._stride = options.spares + 1  # env `spare` plays the episodes spare, spare + stride, ...
+        self._episode = spare - self._stride
         self._seed: int | None = None
         self._length, self._return = 0, 0.0
-        self._steps_before = 0  # in earlier lives of the slot
-        self._steps = self._step_ns = self._resets = self._reset_ns = self._sequence = 0
+        self._tally = Tally() if tally is None else tally
+        self._life_began = 0  # steps of the slot before this life
+        self._reset_began = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owns_loop = False
 
     def build(self) -> None:
         """Calls the factory and translates the declared spaces."""
         options = self._options
-        seed = life_seed(options.seed, self.slot, self.life)
+        seed = life_seed(options.seed, self.slot, self.life, self.spare)
         self.env = Env(call_factory(self._factory, EnvContext(self.slot, self.life, self.worker, seed)))
         self.observation = tree_of(self.env.observation_space, ("obs",), options.max_bytes)
         self.action = tree_of(self.env.action_space, ("action",), options.max_bytes)
@@ -139,11 +170,8 @@ class EnvRunner:
         self._progress = table.progress_words
         self._steps_word, self._step_ns_word = table.steps_words, table.step_ns_words
         self._table = table
-        # The counters of a slot go on over its lives.
-        self._sequence, self._steps_before = int(table.sequence[slot]), int(table.steps[slot])
-        self._step_ns, self._resets, self._reset_ns = (
-            int(words[slot]) for words in (table.step_ns, table.resets, table.reset_ns)
-        )
+        self._tally.load(table, slot)
+        self._life_began = self._tally.steps
 
     def _attach_info(self, table: Table) -> list[tuple[str, Callable[[Any], None], list[Array]]]:
         columns, at = [], 0
@@ -183,8 +211,7 @@ class EnvRunner:
         before = (self.observation, self.action)
         self.begin_life(life)
         self.phase = "factory"
-        self._steps_before += self._steps
-        self._steps = 0
+        self._life_began = self._tally.steps
         self.build()
         for name, old, new in zip(("obs", "action"), before, (self.observation, self.action), strict=True):
             for line in differences(old, new, (name,)):
@@ -199,11 +226,14 @@ class EnvRunner:
     def claim(self) -> None:
         """Takes an ACTED slot on, before its thread or task gets to it."""
         self._begin_ns[self.slot] = monotonic_ns()
+        if self._ended and self.wants_reset:  # it waits for a reset that is still running, or about to
+            self._resetting[self.slot] = 1
         self._state[self.slot] = _WRITING
 
     def begin_life(self, life: int) -> None:
         """Starts over with the seeds of another life; takes effect with the slot's next action."""
-        self.life, self._episode = life, -1
+        self.life, self._episode = life, self.spare - self._stride
+        self.finished = False
         self._ended, self._fresh, self.wants_reset, self._reset_error = True, False, True, None
 
     # One move of the slot: the step for its action, or the record that a reset left behind.
@@ -217,6 +247,7 @@ class EnvRunner:
         self._state[self.slot] = _WRITING
         if self._ended:
             if self.wants_reset:
+                self._recycle_if_due()
                 self._finish_reset(self._start_reset())
             self.publish_first()
             return
@@ -230,9 +261,26 @@ class EnvRunner:
             self._run(self.reset_async())
             return
         try:
+            self._recycle_if_due()
             self._finish_reset(self._start_reset())
         except Exception as error:
             self._keep(error)
+
+    def _recycle_if_due(self) -> None:
+        if self._recycling_is_due():
+            self.settle(self._close_env())
+            self._build_again(self.life + 1)
+            self.started = True
+
+    async def _recycle_if_due_async(self) -> None:
+        if self._recycling_is_due():
+            await _settle(self._close_env())
+            self._build_again(self.life + 1)
+            self.started = True
+
+    def _recycling_is_due(self) -> bool:
+        limit = self._options.recycle_after
+        return limit is not None and self._episode // self._stride + 1 >= limit
 
     async def advance_async(self) -> None:
         """`advance` for an env whose `reset` and `step` are coroutines."""
@@ -240,6 +288,7 @@ class EnvRunner:
         self._state[self.slot] = _WRITING
         if self._ended:
             if self.wants_reset:
+                await self._recycle_if_due_async()
                 self._finish_reset(await _settle(self._start_reset()))
             self.publish_first()
             return
@@ -250,6 +299,7 @@ class EnvRunner:
     async def reset_async(self) -> None:
         """`reset` for an async env."""
         try:
+            await self._recycle_if_due_async()
             self._finish_reset(await _settle(self._start_reset()))
         except Exception as error:
             self._keep(error)
@@ -270,20 +320,29 @@ class EnvRunner:
     @property
     def steps_taken(self) -> int:
         """Calls of `env.step` that returned, in this life."""
-        return self._steps
+        return self._tally.steps - self._life_began
 
     def _keep(self, error: Exception) -> None:
         self._reset_error = error
-        self._begin_ns[self.slot] = monotonic_ns()
-        self._resetting[self.slot] = 0
+        self._leave_reset(monotonic_ns())
         self.wants_reset = False
+
+    def _leave_reset(self, now: int) -> None:
+        if self._stride == 1:
+            self._begin_ns[self.slot] = now  # before the word below: nobody may take the reset's time for a step's
+            self._resetting[self.slot] = 0
 
     # The parts of a move, shared by both calling styles.
 
     def _start_reset(self) -> Any:
+        self._episode += self._stride
+        self._reset_began = monotonic_ns()
+        if self._stride == 1:  # a spare resets behind the back of an env that is stepping: the words are that one's
+            self._begin_ns[self.slot] = self._reset_began
+            self._resetting[self.slot] = 1
         self.phase = "reset"
-        self._episode += 1
-        seed = life_seed(self._options.seed, self.slot, self.life) if self._episode == 0 else None
+        first_of_life = self._episode == self.spare
+        seed = life_seed(self._options.seed, self.slot, self.life, self.spare) if first_of_life else None
         options = None
         if self._options.on_reset is not None:
             wish = dict(self._options.on_reset(EpisodeKey(self.slot, self.life, self._episode)) or {})
@@ -291,21 +350,19 @@ class EnvRunner:
             if wish:
                 raise SpecMismatch(f"on_reset: expected a dict with seed and options, found also {list(wish)}")
         self._seed = seed
-        self._begin_ns[self.slot] = monotonic_ns()
-        self._resetting[self.slot] = 1
         return self.env.reset(seed, options)
 
     def _finish_reset(self, result: Any) -> None:
         slot = self.slot
         now = monotonic_ns()
-        self._resets += 1
-        self._reset_ns += now - self._begin_ns[slot]
-        self._table.resets_words[slot], self._table.reset_ns_words[slot] = self._resets, self._reset_ns
+        tally = self._tally
+        tally.resets += 1
+        tally.reset_ns += now - self._reset_began
+        self._table.resets_words[slot], self._table.reset_ns_words[slot] = tally.resets, tally.reset_ns
         observation, info = self.env.read_reset(result)
         self._write_spare(observation)
         self._last_info = info
-        self._begin_ns[slot] = now  # before the word below: nobody may take the reset's time for a step's
-        self._resetting[slot] = 0
+        self._leave_reset(now)
         self.wants_reset, self._fresh = False, True
 
     def publish_first(self) -> None:
@@ -316,10 +373,13 @@ class EnvRunner:
         if self.lost:
             return
         slot, table = self.slot, self._table
+        if self._stride > 1:
+            self._begin_ns[slot] = monotonic_ns()
+            self._resetting[slot] = 0  # set by `claim` when the slot had to wait for this spare
         for row, spare in self._obs_rows:
             row[...] = spare
         self._write_info(self._last_info)
-        self._ended = self._fresh = False
+        self._ended = self._fresh = self.finished = False
         self._length, self._return = 0, 0.0
         table.life_words[slot], table.episode_words[slot] = self.life, self._episode
         table.episode_seed_words[slot] = -1 if self._seed is None else self._seed
@@ -337,12 +397,12 @@ class EnvRunner:
             self._write_info(info)
         self._length += 1
         self._return += reward
-        self._steps += 1
-        self._step_ns += now - begin
-        slot = self.slot
-        self._steps_word[slot], self._step_ns_word[slot] = self._steps_before + self._steps, self._step_ns
+        slot, tally = self.slot, self._tally
+        tally.steps += 1
+        tally.step_ns += now - begin
+        self._steps_word[slot], self._step_ns_word[slot] = tally.steps, tally.step_ns
         if terminated or truncated:
-            self._ended = self.wants_reset = True
+            self._ended = self.wants_reset = self.finished = True
             self._write_last_info(info)
             step_type = int(StepType.TERMINATION if terminated else StepType.TRUNCATION)
             self._publish(step_type, reward, now)
@@ -355,8 +415,8 @@ class EnvRunner:
         self._reward[slot] = reward
         # Both numbers of the last record that was handed out must stay readable: the sign says whether it ended its episode.
         self._progress[2 * slot], self._progress[2 * slot + 1] = self._return, self._length if step_type < 2 else -self._length
-        self._sequence += 1
-        self._sequence_word[slot] = self._sequence
+        self._tally.sequence += 1
+        self._sequence_word[slot] = self._tally.sequence
         self._publish_ns[slot] = now
         self._publisher.publish(slot)
 

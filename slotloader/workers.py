@@ -7,16 +7,17 @@ event loop (async envs); the moves of a single env are the same in all three (`r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from slotloader.envs import EnvFactory
 from slotloader.reports import Answer, Built, Failed, failure_of
-from slotloader.runner import EnvOptions, EnvRunner, Publisher
+from slotloader.runner import EnvOptions, EnvRunner, Publisher, Tally
 from slotloader.signals import Signal
 from slotloader.slots import SlotState, Table
 
@@ -60,17 +61,22 @@ class Worker:
         self.config, self._report, self._in_process = config, report, in_process
         self.pack_spaces: Callable[[Any], Any] = lambda spaces: spaces
         lives = config.lives or [0] * len(config.factories)
-        self.runners = [
-            EnvRunner(config.first_slot + at, config.index, factory, config.options, lives[at])
-            for at, factory in enumerate(config.factories)
-        ]
+        self.runners = [self._make_runner(at, lives[at]) for at in range(len(config.factories))]
         self.unstarted = list(self.runners)  # envs whose first reset is due
         self._next = 0  # where `serve_one` goes on
         self._first, self._end = config.first_slot, config.first_slot + len(self.runners)
 
+    def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
+        config = self.config
+        return EnvRunner(config.first_slot + at, config.index, config.factories[at], config.options, life, spare, tally)
+
+    def everyone(self) -> Iterable[EnvRunner]:
+        """Every env that this worker owns."""
+        return self.runners
+
     def build(self) -> bool:
         """Builds every env and reports the specs, or the first failure; False if one failed."""
-        for runner in self.runners:
+        for runner in self.everyone():
             try:
                 self._within(runner, runner.build)
             except (Exception, SystemExit) as error:
@@ -91,7 +97,7 @@ class Worker:
         self._table = table
         self._states = table.state_words
         publisher = Publisher(table, wake)
-        for runner in self.runners:
+        for runner in self.everyone():
             runner.attach(table, publisher)
 
     def start(self) -> None:
@@ -195,7 +201,8 @@ class Worker:
             try:
                 if runner.failed and verb != "rebuild":
                     raise RuntimeError("this env has failed; it takes no calls")
-                results[runner.slot] = self._within(runner, partial(_settled_call, runner, verb, args))
+                for target in self._targets(runner, verb):
+                    results[runner.slot] = self._within(target, partial(_settled_call, target, verb, args))
                 if verb == "rebuild":
                     self._revive(runner)
             except (Exception, SystemExit) as error:
@@ -203,6 +210,10 @@ class Worker:
                 failure = self._failure(runner, error)
                 return Answer(self.config.index, ticket, results, failure)
         return Answer(self.config.index, ticket, results)
+
+    def _targets(self, runner: EnvRunner, verb: str) -> Sequence[EnvRunner]:
+        """The envs of a slot that a command is meant for."""
+        return (runner,)
 
     def _revive(self, runner: EnvRunner) -> None:
         """Has a rebuilt env begin its first reset; here `reset_one` does it."""
@@ -214,7 +225,7 @@ class Worker:
 
     def close(self) -> None:
         """Closes every env once; an env whose close raises does not keep the others open."""
-        for runner in self.runners:
+        for runner in self.everyone():
             try:
                 self._within(runner, runner.close)
             except (Exception, SystemExit) as error:
@@ -283,10 +294,10 @@ class ThreadedWorker(Worker):
     def __init__(self, config: WorkerConfig, report: Report, in_process: bool = False) -> None:
         super().__init__(config, report, in_process)
         self.unstarted = []  # lanes begin them
-        self._lanes = {runner.slot: Lane(f"slotloader-env-{runner.slot}") for runner in self.runners}
+        self._lanes = {runner: Lane(f"slotloader-env-{runner.slot}") for runner in self.everyone()}
 
     def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
-        return self._lanes[runner.slot].result_of(function)
+        return self._lanes[runner].result_of(function)
 
     def start(self) -> None:
         """See `Worker.start`."""
@@ -294,12 +305,12 @@ class ThreadedWorker(Worker):
             self._revive(runner)
 
     def _revive(self, runner: EnvRunner) -> None:
-        self._lanes[runner.slot].put(partial(self._first_record, runner))
+        self._lanes[runner].put(partial(self._first_record, runner))
 
     def advance(self, runner: EnvRunner) -> None:
         """Claims the slot and lets its lane serve it."""
         runner.claim()
-        self._lanes[runner.slot].put(lambda: self._advance_and_reset(runner))
+        self._lanes[runner].put(lambda: self._advance_and_reset(runner))
 
     def _advance_and_reset(self, runner: EnvRunner) -> None:
         super().advance(runner)
@@ -315,6 +326,48 @@ class ThreadedWorker(Worker):
         super().close()
         for lane in self._lanes.values():
             lane.end()
+
+
+class SpareWorker(ThreadedWorker):
+    """Keeps further envs of each slot that reset while another one plays: a long reset costs the slot nothing.
+
+    Envs take turns in a fixed order, whichever is ready first, so that runs stay reproducible.
+    """
+
+    def __init__(self, config: WorkerConfig, report: Report, in_process: bool = False) -> None:
+        self._members: dict[int, list[EnvRunner]] = {}
+        super().__init__(config, report, in_process)
+
+    def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
+        tally = Tally()
+        members = [super(SpareWorker, self)._make_runner(at, life, n, tally) for n in range(self.config.options.spares + 1)]
+        self._members[members[0].slot] = members
+        return members[0]
+
+    def everyone(self) -> Iterable[EnvRunner]:
+        """See `Worker.everyone`."""
+        return itertools.chain.from_iterable(self._members.values())
+
+    def _targets(self, runner: EnvRunner, verb: str) -> Sequence[EnvRunner]:
+        if verb in ("call", "get_attr"):
+            return (runner,)  # the env that is playing
+        return self._members[runner.slot]
+
+    def _revive(self, runner: EnvRunner) -> None:
+        first, *others = self._members[runner.slot]
+        self.runners[runner.slot - self._first] = first
+        super()._revive(first)
+        for spare in others:
+            spare.started = True
+            self._lanes[spare].put(spare.reset)
+
+    def advance(self, runner: EnvRunner) -> None:
+        """See `ThreadedWorker.advance`; the answer to a last record goes to the next env in turn."""
+        if runner.finished:
+            members = self._members[runner.slot]
+            runner = members[(runner.spare + 1) % len(members)]
+            self.runners[runner.slot - self._first] = runner
+        super().advance(runner)
 
 
 class AsyncWorker(Worker):
@@ -411,6 +464,8 @@ async def _cancel_all() -> None:
 
 def make_worker(config: WorkerConfig, report: Report, in_process: bool = False) -> Worker:
     """The worker for a configuration, with its envs not yet built."""
+    if config.options.spares:
+        return SpareWorker(config, report, in_process)
     return (ThreadedWorker if config.threads else Worker)(config, report, in_process)
 
 
