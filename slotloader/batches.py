@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _POOL_BYTES = 65536  # smaller gathers are served by the allocator's own cache
 _POOL_BUFFERS = 8
-_FREE = 3  # references to a buffer that only the pool holds: list, loop variable, argument of getrefcount
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,23 @@ class BytesColumn:
         return f"BytesColumn({len(self)} values of {self._leaf})"
 
 
+def _first_free(pool: list[Array], rows: int, free: int) -> Array | None:
+    """The first buffer of at least `rows` rows that has just `free` references, all of them the pool's and ours."""
+    for buffer in pool:
+        if sys.getrefcount(buffer) == free and len(buffer) >= rows:
+            return buffer
+    return None
+
+
+def _references_of_a_free_buffer() -> int:
+    """Measured with the very loop that uses it, since interpreters count references differently (3 until 3.13, 2 in 3.14)."""
+    pool = [np.empty(1)]
+    return next(count for count in range(1, 8) if _first_free(pool, 1, count) is not None)
+
+
+_FREE = _references_of_a_free_buffer()
+
+
 class Gatherer:
     """Copies rows of a tree's columns into buffers that belong to the batch.
 
@@ -125,9 +141,9 @@ class Gatherer:
 
     def _buffer(self, at: int, rows: int) -> Array:
         pool, column = self._pools[at], self._columns[at]
-        for buffer in pool:
-            if sys.getrefcount(buffer) == _FREE and len(buffer) >= rows:
-                return buffer[:rows]
+        free = _first_free(pool, rows, _FREE)
+        if free is not None:
+            return free[:rows]
         buffer = np.empty((1 << (rows - 1).bit_length(), *column.shape[1:]), column.dtype)
         if len(pool) == _POOL_BUFFERS:
             pool.pop(0)  # whoever holds it keeps it; it is only no longer ours to use again
@@ -145,12 +161,13 @@ class Batch:
       env_indices: int64 (B,), the slots, ascending.
       reward: float32 (B,).
       step_type: uint8 (B,), `StepType` of each record.
-      episodes: the episodes that these records end, in row order.
+      episodes: the episodes that failures have cut before these records, then those that these records end, in row order.
+      released: the batch was given back by `release`.
     """
 
     __slots__ = (
         "_info", "_last_action", "_left", "_obs", "_receiver", "_rows", "_serial", "_taken_ns",
-        "env_indices", "episodes", "reward", "step_type",
+        "env_indices", "episodes", "released", "reward", "step_type",
     )  # fmt: skip
 
     def __init__(
@@ -171,6 +188,7 @@ class Batch:
         self._info: Any = None
         self._last_action: Any = None
         self._rows: list[Rows] | None = None
+        self.released = False
         self.env_indices = env_indices
         self.reward = reward
         self.step_type = step_type

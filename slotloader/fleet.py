@@ -44,6 +44,7 @@ class Fleet:
       events: failures and deaths that are to be raised, oldest first; appended by the watching thread, taken by a receiver.
       cuts: episodes that a failure may have cut, by slot; added by the watching thread, taken by a receiver.
       lives: the life that each slot is in or about to begin.
+      restarts: lives begun after failures, over all slots.
       running: the table exists; before that every failure ends the constructor.
       signals: one per receiver, posted by workers and, on every event, by the fleet.
       table: the region, after `attach`.
@@ -59,6 +60,7 @@ class Fleet:
         self.lives = {slot: 0 for config in configs for slot in self.slots_of(config.index)}
         self.cuts: dict[int, list[Cut]] = {}
         self.running = False
+        self.restarts = 0
         self.events: collections.deque[Event] = collections.deque()
         self.closing = False
         self._built: dict[int, Built] = {}
@@ -159,6 +161,8 @@ class Fleet:
             cuts = self.cuts.setdefault(slot, [])
             if not cuts or cuts[-1].life < cut.life:  # a life that dies before its first record cuts nothing new
                 cuts.append(cut)
+            table.resetting[slot] = 0
+            self.restarts += 1
             lives[slot] = self.lives[slot] = max(self.lives[slot], int(table.life[slot])) + 1
             if table.state[slot] not in (SlotState.READY, SlotState.LEASED):  # those are still delivered and answered
                 table.state[slot] = SlotState.STARTING

@@ -35,7 +35,7 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
     ("owner", "u4", "slot"),  # worker index; W: fleet before the worker starts; R: all
     ("sequence", "u8", "slot"),  # records published in all lives; W: env before READY; R: trainer, debugging
     ("reward", "f4", "slot"),  # W: env before READY; R: trainer
-    ("publish_ns", "i8", "slot"),  # CLOCK_MONOTONIC of the publish; W: env before READY; R: trainer
+    ("publish_ns", "i8", "slot"),  # CLOCK_MONOTONIC when env.step returned; W: env before READY; R: trainer
     ("begin_ns", "i8", "slot"),  # start of the step or reset now running; W: env; R: trainer, for ages
     ("episode", "i8", "slot"),  # index within the life; W: env with FIRST; R: trainer
     ("episode_seed", "i8", "slot"),  # seed of the episode's reset, -1 for none; W: env with FIRST; R: trainer

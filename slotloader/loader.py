@@ -26,7 +26,6 @@ from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.reports import error_from
 from slotloader.runner import EnvOptions, OnReset
-from slotloader.slots import SlotState
 from slotloader.supervision import Limits, OnFailure
 from slotloader.workers import WorkerConfig
 
@@ -218,9 +217,7 @@ class SlotLoader:
         for index, (first, end) in enumerate(spans):
             self.table.first_slot[index], self.table.end_slot[index] = first, end
             self.table.receiver[first:end] = index
-        parts = [Receiver(self, index, *span) for index, span in enumerate(spans)]
-        for receiver in parts:
-            receiver.lose(np.flatnonzero(self.table.state == SlotState.DEAD).tolist())
+        parts = [Receiver(self, index, *span, whole=main) for index, span in enumerate(spans)]
         self._receivers = parts
         return parts
 
@@ -296,8 +293,7 @@ class SlotLoader:
 
     def stats(self) -> figures.Stats:
         """Health figures since the start or the last `reset_stats`; `print(loader.stats())` for a table."""
-        dead = self.table.state == SlotState.DEAD
-        return figures.snapshot(self.table, [receiver.meter for receiver in self._receivers], dead)
+        return figures.snapshot(self.table, [receiver.meter for receiver in self._receivers], self.fleet.restarts)
 
     def reset_stats(self) -> None:
         """Starts the figures anew; per-slot times go on."""
@@ -338,7 +334,7 @@ class SlotLoader:
         self.fleet.lives.update(lives)
         self.fleet.command("begin_life", range(self.num_slots), lives)
         # Each env now takes its next action as the wish for its new first record, so any action will do.
-        batch.send(batch.last_action)
+        receiver.pass_over(batch)
         receiver.restart_meter()
         receiver.meter.env_steps = int(state["env_steps"])
         receiver.meter.episodes = int(state["completed_episodes"])

@@ -83,6 +83,7 @@ class Nursery:
             return
         finally:
             self._kill(list(self._workers.values()))
+            self._workers.clear()  # dead or dying: they are reaped like strays, and so is what they leave behind
             self._kill_strays()
 
     def _obey(self, message: Any, fds: list[int]) -> None:
@@ -177,28 +178,39 @@ class Nursery:
                         kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        ended = []
+        while pid_and_status := self._reap_one():
+            pid, status = pid_and_status
             index = self._workers.pop(pid, None)
-            if index is None:
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what the worker's envs started goes with it
-            self._kill_strays()
+            if index is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # what the worker's envs started goes with it
+                ended.append((index, pid, os.waitstatus_to_exitcode(status)))
+        self._kill_strays()
+        for message in ended:
             with contextlib.suppress(EOFError):
-                self._channel.send(("exit", index, pid, os.waitstatus_to_exitcode(status)))
+                self._channel.send(("exit", *message))
+
+    @staticmethod
+    def _reap_one() -> tuple[int, int] | None:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        return (pid, status) if pid else None
 
     def _kill_strays(self) -> None:
-        """Kills adopted orphans: processes of an env that left their worker's group."""
-        for pid in _children():
-            if pid not in self._workers and pid not in self._preloaded:
+        """Kills adopted orphans, processes of an env that left their worker's group, and then the orphans these leave."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            strays = [pid for pid in _children() if pid not in self._workers and pid not in self._preloaded]
+            if not strays:
+                return
+            for pid in strays:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)  # its own children become ours only now
 
 
 def _children() -> list[int]:

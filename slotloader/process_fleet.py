@@ -283,9 +283,12 @@ class ProcessFleet(Fleet):
 
     def _nursery_gone(self) -> None:
         """Without a nursery nobody reaps or restarts: the workers die with it, their children are killed from here."""
-        for worker, pid in list(self._pids.items()):
+        for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        for worker, pid in list(self._pids.items()):
+            self._channels[worker].socket.settimeout(2.0)
+            self._drain(worker)  # until its end of the socket is closed: only then can it write no more
             self._pids.pop(worker, None)
             note = "the loader's nursery process has ended, so nothing can be restarted"
             self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL, note=note))

@@ -70,16 +70,20 @@ class BoundedIterator(Iterator[Batch]):
         self._batches = iter(receiver)
         self._bar = ProgressBar(progress)
         self._start = time.monotonic()
+        self._last: Batch | None = None
         self.done = 0
 
     def __next__(self) -> Batch:
+        last = self._last
+        if last is not None and not last.released:  # what was given back will come again
+            self.done += len(last.episodes) if self._unit == "episodes" else int((last.step_type != 0).sum())
+        self._last = None
         if self.done >= self._total:
             self._bar.close(1.0, self._text())
             raise StopIteration
-        batch = next(self._batches)
-        self.done += len(batch.episodes) if self._unit == "episodes" else int((batch.step_type != 0).sum())
+        self._last = next(self._batches)
         self._bar.update(self.done / self._total, self._text)
-        return batch
+        return self._last
 
     def _text(self) -> str:
         rate = self.done / max(time.monotonic() - self._start, 1e-9)

@@ -46,7 +46,7 @@ class Receiver:
     Iterating yields batches until the loader is closed.
     """
 
-    def __init__(self, loader: SlotLoader, index: int, first: int, end: int) -> None:
+    def __init__(self, loader: SlotLoader, index: int, first: int, end: int, whole: Receiver | None = None) -> None:
         table = loader.table
         self._loader, self._fleet, self._table = loader, loader.fleet, table
         self._index, self._first, self._end = index, first, end
@@ -64,8 +64,12 @@ class Receiver:
         self._last = np.full((table.num_slots, 2), -1.0)  # `progress` of the last record handed out; none is open
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
         self._serial = self._naps = 0
+        if whole is not None:  # a share after `split` goes on where the whole ended
+            self._acted_ns, self._last = whole._acted_ns, whole._last
+            self._doomed = {slot for slot in whole._doomed if first <= slot < end}
+            self._naps = whole._naps  # workers remember the naps that they have ended
         self._leased = 0
-        self._alive = end - first
+        self._alive = int(np.count_nonzero(self._states != _DEAD))
         self._unanswered: dict[int, Batch] = {}
         self._warned = False
         self.retired = False  # replaced by `split`
@@ -191,7 +195,7 @@ class Receiver:
                 self._raise_if_stalled(request, now, since)
                 left = SLICE
             seconds = min(seconds, left)
-        self._signal.wait(seconds)
+        self._signal.wait(max(seconds, 0.0))
         self._fleet.tick()
         self.meter.wait_ns += monotonic_ns() - now
 
@@ -354,6 +358,13 @@ class Receiver:
             self._close(batch, slots.size, answered=True)
         self._wake(slots)
 
+    def pass_over(self, batch: Batch) -> None:
+        """Answers a batch whose actions will be discarded, with the rows as they are."""
+        with self._lock:
+            self._hand_over(batch.env_indices, [column[batch.env_indices] for column in self._table.action])
+            self._close(batch, batch.size, answered=True)
+        self._wake(batch.env_indices)
+
     def release(self, batch: Batch) -> None:
         """`Batch.release`."""
         with self._lock:
@@ -364,6 +375,8 @@ class Receiver:
             self._leased -= slots.size
             self._state[slots] = _READY
             self._close(batch, slots.size, answered=False)
+            batch.released = True
+            self.meter.batch_released(batch.step_type[np.isin(batch.env_indices, slots)], len(batch.episodes))
         self._signal.post()  # a recv in another thread may be waiting for just these
 
     def _require_unanswered(self, batch: Batch) -> None:
@@ -422,11 +435,13 @@ class Receiver:
             for slot in slots:
                 if not self._first <= slot < self._end or slot in self._doomed or self._state[slot] == _DEAD:
                     continue
+                self._table.resetting[slot] = 0
                 if self._state[slot] in (_READY, _LEASED):
                     self._doomed.add(slot)
                 else:
                     self._state[slot] = _DEAD
                     self._alive -= 1
+        self._signal.post()  # a recv that sleeps counts on these slots
 
     def restart_meter(self) -> None:
         """Begins new figures; batches that are out count in the new ones."""

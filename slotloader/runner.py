@@ -131,7 +131,7 @@ class EnvRunner:
         self._factory, self._options = factory, options
         self._ended = True  # the next action only releases the next FIRST record
         self._fresh = False  # the reset has been done, its record waits in private memory
-        self._reset_error: Exception | None = None
+        self._reset_error: BaseException | None = None
         self._stride = options.spares + 1  # env `spare` plays the episodes spare, spare + stride, ...
         self._episode = spare - self._stride
         self._seed: int | None = None
@@ -211,7 +211,6 @@ class EnvRunner:
         before = (self.observation, self.action)
         self.begin_life(life)
         self.phase = "factory"
-        self._life_began = self._tally.steps
         self.build()
         for name, old, new in zip(("obs", "action"), before, (self.observation, self.action), strict=True):
             for line in differences(old, new, (name,)):
@@ -233,6 +232,7 @@ class EnvRunner:
     def begin_life(self, life: int) -> None:
         """Starts over with the seeds of another life; takes effect with the slot's next action."""
         self.life, self._episode = life, self.spare - self._stride
+        self._life_began = self._tally.steps
         self.finished = False
         self._ended, self._fresh, self.wants_reset, self._reset_error = True, False, True, None
 
@@ -263,7 +263,7 @@ class EnvRunner:
         try:
             self._recycle_if_due()
             self._finish_reset(self._start_reset())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._keep(error)
 
     def _recycle_if_due(self) -> None:
@@ -301,7 +301,7 @@ class EnvRunner:
         try:
             await self._recycle_if_due_async()
             self._finish_reset(await _settle(self._start_reset()))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._keep(error)
 
     def _run(self, coroutine: Any) -> Any:
@@ -322,7 +322,7 @@ class EnvRunner:
         """Calls of `env.step` that returned, in this life."""
         return self._tally.steps - self._life_began
 
-    def _keep(self, error: Exception) -> None:
+    def _keep(self, error: BaseException) -> None:
         self._reset_error = error
         self._leave_reset(monotonic_ns())
         self.wants_reset = False
@@ -335,17 +335,17 @@ class EnvRunner:
     # The parts of a move, shared by both calling styles.
 
     def _start_reset(self) -> Any:
-        self._episode += self._stride
+        episode = self._episode + self._stride  # counted once the reset is done: an interrupted one is done again
         self._reset_began = monotonic_ns()
         if self._stride == 1:  # a spare resets behind the back of an env that is stepping: the words are that one's
             self._begin_ns[self.slot] = self._reset_began
             self._resetting[self.slot] = 1
         self.phase = "reset"
-        first_of_life = self._episode == self.spare
+        first_of_life = episode == self.spare
         seed = life_seed(self._options.seed, self.slot, self.life, self.spare) if first_of_life else None
         options = None
         if self._options.on_reset is not None:
-            wish = dict(self._options.on_reset(EpisodeKey(self.slot, self.life, self._episode)) or {})
+            wish = dict(self._options.on_reset(EpisodeKey(self.slot, self.life, episode)) or {})
             seed, options = wish.pop("seed", seed), wish.pop("options", None)
             if wish:
                 raise SpecMismatch(f"on_reset: expected a dict with seed and options, found also {list(wish)}")
@@ -355,6 +355,7 @@ class EnvRunner:
     def _finish_reset(self, result: Any) -> None:
         slot = self.slot
         now = monotonic_ns()
+        self._episode += self._stride
         tally = self._tally
         tally.resets += 1
         tally.reset_ns += now - self._reset_began

@@ -6,6 +6,7 @@ slice or one needless scan. Semaphores beat eventfd here (`docs/decisions/0002-s
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import queue
@@ -18,7 +19,7 @@ from typing import Protocol
 if sys.platform != "win32":
     import posix_ipc
 
-SLICE = 0.25  # longest single wait in seconds: bounds what a lost wake-up or a stepped wall clock can cost
+SLICE = 0.25  # longest single wait of a receiver in seconds: bounds what a stepped wall clock can cost
 _PREFIX = "/slotl-"
 
 
@@ -29,7 +30,7 @@ class Signal(Protocol):
         """Wakes the waiter, now or at its next wait. Never blocks."""
 
     def wait(self, timeout: float) -> bool:
-        """Sleeps until a post or for at most `timeout` seconds (and at most `SLICE`); True if there was a post."""
+        """Sleeps until a post or for at most `timeout` seconds; True if there was a post."""
 
 
 class SemaphoreSignal:
@@ -44,9 +45,9 @@ class SemaphoreSignal:
         semaphore = self._semaphore
         try:
             if posix_ipc.SEMAPHORE_TIMEOUT_SUPPORTED:
-                semaphore.acquire(timeout if timeout < SLICE else SLICE)
+                semaphore.acquire(timeout)
             else:  # macOS has no sem_timedwait
-                _poll(semaphore, min(timeout, SLICE))
+                _poll(semaphore, timeout)
             while semaphore.value:
                 semaphore.acquire(0)
         except posix_ipc.BusyError:
@@ -81,7 +82,7 @@ class ThreadSignal:
     def wait(self, timeout: float) -> bool:
         """See `Signal.wait`."""
         try:
-            self._posts.get(timeout=min(timeout, SLICE))
+            self._posts.get(timeout=timeout)
             while not self._posts.empty():
                 self._posts.get_nowait()
         except queue.Empty:
@@ -92,11 +93,20 @@ class ThreadSignal:
 def create_semaphore() -> posix_ipc.Semaphore:
     """A new named semaphore with value 0; unlink it as soon as the other side has opened it."""
     while True:
-        name = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"  # at most 31 characters on macOS
+        name = f"{_PREFIX}{os.getpid()}-{_namespace()}-{os.urandom(3).hex()}"  # at most 31 characters on macOS
         try:
             return posix_ipc.Semaphore(name, posix_ipc.O_CREX, initial_value=0)
         except posix_ipc.ExistentialError:
             continue
+
+
+@functools.cache
+def _namespace() -> str:
+    """Tells process ids of containers that share /dev/shm apart."""
+    try:
+        return f"{os.stat('/proc/self/ns/pid').st_ino & 0xFFFFFFFF:x}"
+    except OSError:
+        return "0"
 
 
 def sweep() -> None:
@@ -106,10 +116,11 @@ def sweep() -> None:
     except OSError:
         return
     for entry in entries:
-        if not entry.startswith(f"sem.{_PREFIX[1:]}"):
+        parts = entry.split("-")
+        if not entry.startswith(f"sem.{_PREFIX[1:]}") or len(parts) != 4 or parts[2] != _namespace():
             continue
         try:
-            os.kill(int(entry.split("-")[1]), 0)
+            os.kill(int(parts[1]), 0)
         except (ValueError, PermissionError):
             continue
         except ProcessLookupError:
@@ -134,7 +145,7 @@ def make_fence() -> Callable[[], None]:
                 pass
 
         return lock_fence
-    semaphore = posix_ipc.Semaphore(None, posix_ipc.O_CREX, initial_value=0)
+    semaphore = create_semaphore()
     semaphore.unlink()
     release, acquire = semaphore.release, semaphore.acquire
 

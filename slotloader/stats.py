@@ -209,6 +209,13 @@ class Meter:
         if answered:
             self.batch_to_action.add_one(now - taken_ns)
 
+    def batch_released(self, step_types: Array, episodes: int) -> None:
+        """Records of a batch went back unanswered: they will be handed out, and counted, again."""
+        self.batches -= 1
+        self.records -= step_types.size
+        self.env_steps -= int(np.count_nonzero(step_types))
+        self.episodes -= episodes
+
     def adopt_open(self, batches: int) -> None:
         """Takes over batches that are unanswered when the figures start anew."""
         self._open, self._busy_since = batches, self.start_ns
@@ -218,8 +225,9 @@ class Meter:
         return self._busy_ns + (now - self._busy_since if self._open else 0)
 
 
-def snapshot(table: Table, meters: list[Meter], dead: Array) -> Stats:
-    """Puts the figures of all receivers and of the table together."""
+def snapshot(table: Table, meters: list[Meter], restarted: int) -> Stats:
+    """Puts the figures of all receivers and of the table together; `restarted` is counted by the fleet."""
+    dead = table.state == SlotState.DEAD
     now = monotonic_ns()
     seconds = max((now - min(meter.start_ns for meter in meters)) * 1e-9, 1e-9)
     batches, records, env_steps, episodes, partial, dropped = (
@@ -255,10 +263,10 @@ def snapshot(table: Table, meters: list[Meter], dead: Array) -> Stats:
         ready=int(states[SlotState.READY]),
         leased=int(states[SlotState.LEASED]),
         stepping=int(states[SlotState.ACTED] + states[SlotState.WRITING]),
-        resetting=int(np.count_nonzero(table.resetting)),
+        resetting=int(np.count_nonzero(table.resetting[~dead])),
         starting=int(states[SlotState.STARTING]),
         dead=int(np.count_nonzero(dead)),
-        restarted=int(table.life.sum()),
+        restarted=restarted,
         step_seconds=step_seconds,
         reset_seconds=reset_seconds,
         slowest_slot=slowest,

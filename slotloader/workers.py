@@ -7,6 +7,7 @@ event loop (async envs); the moves of a single env are the same in all three (`r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
@@ -136,7 +137,12 @@ class Worker:
             runner = self.runners[at]
             if acted[at] == _ACTED and not runner.failed:
                 self._next = at + 1
-                self.advance(runner)
+                try:
+                    self.advance(runner)
+                except BaseException:  # Ctrl-C in the caller's thread: the action is still to be done
+                    self._states[runner.slot] = _ACTED
+                    self._table.resetting_words[runner.slot] = 0
+                    raise
                 return True
         return self.reset_one()
 
@@ -164,6 +170,7 @@ class Worker:
 
     def _fail(self, runner: EnvRunner, error: BaseException) -> None:
         runner.failed = True
+        self._table.resetting_words[runner.slot] = 0
         self._report(self._failure(runner, error))
 
     def run(self, signal: Signal, receive: Callable[[], Any]) -> None:
@@ -261,7 +268,8 @@ class Lane:
 
     def _loop(self) -> None:
         while (function := self._work.get()) is not None:
-            function()
+            with contextlib.suppress(Exception, SystemExit):  # functions report by themselves; the lane must not end
+                function()
 
     def put(self, function: Callable[[], None]) -> None:
         """Queues a function that does not raise."""
@@ -390,8 +398,7 @@ class AsyncWorker(Worker):
         def watch() -> None:
             while not ended.is_set():
                 signal.wait(_IDLE_WAIT)
-                if not ended.is_set():
-                    loop.call_soon_threadsafe(woken.set)
+                loop.call_soon_threadsafe(woken.set)  # the loop is only closed once this thread has ended
 
         thread = threading.Thread(target=watch, name="slotloader-wake", daemon=True)
         thread.start()
@@ -412,6 +419,9 @@ class AsyncWorker(Worker):
             await woken.wait()
             woken.clear()
         ended.set()
+        signal.post()
+        await loop.run_in_executor(None, thread.join)
+        await loop.shutdown_default_executor()
 
     def close(self) -> None:
         """See `Worker.close`. The envs' loop goes last: their own `close` may need it."""
