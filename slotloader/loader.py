@@ -26,6 +26,7 @@ from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.reports import error_from
 from slotloader.runner import EnvOptions, OnReset
+from slotloader.spaces import column_of
 from slotloader.supervision import Limits, OnFailure
 from slotloader.workers import WorkerConfig
 
@@ -126,6 +127,8 @@ class SlotLoader:
             if spares:
                 raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
         self.limits = Limits(on_failure, max_restarts, restart_window, start_timeout, step_timeout, reset_timeout)
+        for name, declared in (info or {}).items():
+            column_of(name, declared, max_bytes)  # a wrong one shows here, before anything runs
         options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check, spares, recycle_after)
         sizes = pack(self.num_slots, num_workers, envs_per_worker, backend)
         ends = np.cumsum(sizes).tolist()

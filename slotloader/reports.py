@@ -84,7 +84,12 @@ def failure_of(worker: int, slot: int, phase: str, step: int, error: BaseExcepti
     except BaseException:
         lines = "".join(traceback.format_tb(error.__traceback__))
     name, cause = type(error).__name__, error if keep else None
-    return Failed(worker, (slot,), os.getpid(), phase, step, name, text[:4000], lines[-16000:], cause)
+    return Failed(worker, (slot,), os.getpid(), phase, step, name, text[:4000], shortened(lines), cause)
+
+
+def shortened(lines: str) -> str:
+    """A traceback of at most 16,000 characters: where it began and how it ended."""
+    return lines if len(lines) <= 16000 else f"{lines[:8000]}\n[...]\n{lines[-8000:]}"
 
 
 def error_from(events: Sequence[Event]) -> EnvFailed | WorkerDied:

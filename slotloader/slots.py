@@ -58,10 +58,11 @@ LEGAL_MOVES: dict[str, frozenset[tuple[SlotState, SlotState]]] = {
     ),
     "fleet": frozenset(
         (source, target)
-        for source in SlotState
+        for source in (SlotState.STARTING, SlotState.ACTED, SlotState.WRITING, SlotState.PARKED)
         for target in (SlotState.STARTING, SlotState.PARKED, SlotState.DEAD)
         if source != target
-    ),
+    )
+    | {(SlotState.LEASED, SlotState.DEAD)},  # at its send, by the trainer's hand
 }
 
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, version, num_slots, nbytes, digest

@@ -68,6 +68,8 @@ def fit(leaf: Leaf, value: Any) -> Array:
     if array.dtype == leaf.dtype:
         return array
     source, target = array.dtype.kind, leaf.dtype.kind
+    if source == "c" and target != "c":
+        raise _mismatch(leaf, array)
     with np.errstate(over="ignore", invalid="ignore"):
         converted: Array = array.astype(leaf.dtype)
     if target in "fc" and source in "fc" and (target == "c" or source == "f"):

@@ -17,7 +17,7 @@ import posix_ipc
 from slotloader import slots, workers
 from slotloader.channel import Channel
 from slotloader.layout import MAX_RECEIVERS
-from slotloader.reports import Failed
+from slotloader.reports import Failed, shortened
 from slotloader.signals import SemaphoreSignal
 
 
@@ -78,7 +78,7 @@ def _configuration(channel: Channel, report: Any) -> Any:
         report(
             Failed(
                 index, (first_slot,), os.getpid(), "unpickling", 0, type(error).__name__, str(error)[:4000],
-                traceback.format_exc()[-16000:],
+                shortened(traceback.format_exc()),
             )
         )  # fmt: skip
         channel.receive()

@@ -315,6 +315,14 @@ class ThreadedWorker(Worker):
     def _revive(self, runner: EnvRunner) -> None:
         self._lanes[runner].put(partial(self._first_record, runner))
 
+    def obey(self, receive: Callable[[], Any]) -> None:
+        """See `Worker.obey`. A command waits for the lanes of its envs, and the other envs must not wait for it."""
+        while (message := receive()) is not None:
+            threading.Thread(target=self._obey_one, args=(message,), name="slotloader-call", daemon=True).start()
+
+    def _obey_one(self, message: Any) -> None:
+        self._report(self.carry_out(*message))
+
     def advance(self, runner: EnvRunner) -> None:
         """Claims the slot and lets its lane serve it."""
         runner.claim()
