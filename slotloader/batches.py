@@ -166,7 +166,7 @@ class Batch:
     """
 
     __slots__ = (
-        "_info", "_last_action", "_left", "_obs", "_receiver", "_rows", "_serial", "_taken_ns",
+        "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_serial", "_taken_ns",
         "env_indices", "episodes", "released", "reward", "step_type",
     )  # fmt: skip
 
@@ -174,6 +174,7 @@ class Batch:
         self,
         receiver: Receiver,
         serial: int,
+        max_get: int,
         taken_ns: int,
         env_indices: Array,
         reward: Array,
@@ -182,12 +183,14 @@ class Batch:
     ) -> None:
         self._receiver = receiver
         self._serial = serial
+        self._max_get = max_get
         self._taken_ns = taken_ns
         self._left = env_indices.size
         self._obs: Any = None
         self._info: Any = None
         self._last_action: Any = None
         self._rows: list[Rows] | None = None
+        self._open: Array | None = None  # slots not yet answered, once some have been
         self.released = False
         self.env_indices = env_indices
         self.reward = reward
@@ -277,6 +280,14 @@ class Batch:
     def release(self) -> None:
         """Gives the slots back without an action; their records are ready again, for this or a later `recv`."""
         self._receiver.release(self)
+
+    def open_slots(self) -> Array:
+        """Int64 (N,): the slots that have not been answered."""
+        return self.env_indices if self._open is None else self._open
+
+    def close_slots(self, answered: Array) -> None:
+        """Takes slots out of `open_slots`, bool (N,); called under the receiver's lock."""
+        self._open = np.asarray(self.open_slots()[~answered])
 
     def view(self) -> Rows:
         """Zero copy: a context manager over the whole table's columns, read-only, valid until the answer."""

@@ -182,10 +182,6 @@ class Env:
             del keywords["options"]
         return self.raw.reset(**keywords)
 
-    def step(self, action: Any) -> Any:
-        """Takes a step; the result goes through `read_step`, after awaiting it for an async env."""
-        return self.raw.step(action)
-
     def read_reset(self, result: Any) -> tuple[Any, dict[str, Any]]:
         """`(observation, info)` from what `reset` returned."""
         if self.is_dm_env:

@@ -6,6 +6,7 @@ All state is passed in, so a test can drive it through any interleaving with a s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,9 +57,8 @@ class Request:
         return cls(int(min_get), num_slots if max_get is None else min(int(max_get), num_slots), *longest)
 
 
-@dataclass(frozen=True)
-class Wait:
-    """No batch yet.
+class Wait(NamedTuple):
+    """No batch yet; a tuple, since one is made for every sleep.
 
     Attributes:
       wanted: number of ready records that ends the wait early.

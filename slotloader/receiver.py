@@ -59,11 +59,12 @@ class Receiver:
         self.gather_info, self.gather_action = loader.gatherers[1], loader.gatherers[2]
         self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
         self._receiving = threading.Lock()  # held by the one `recv` that runs
-        self._lease = np.zeros(table.num_slots, np.int64)  # serial of the batch that holds a slot, 0 for none
         self._acted_ns = np.full(table.num_slots, monotonic_ns(), np.int64)  # when a slot got its last action
         self._last = np.full((table.num_slots, 2), -1.0)  # `progress` of the last record handed out; none is open
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
         self._serial = self._naps = 0
+        self._slept = False  # the last `recv` had to wait
+        self._wanted = table.wanted_words
         if whole is not None:  # a share after `split` goes on where the whole ended
             self._acted_ns, self._last = whole._acted_ns, whole._last
             self._doomed = {slot for slot in whole._doomed if first <= slot < end}
@@ -149,6 +150,9 @@ class Receiver:
         start = changed = monotonic_ns()
         armed = 0
         last_ready = -1
+        if self._slept:  # it will have to sleep again, most likely: asking to be woken first saves a look
+            armed = self._arm(request.min_get)
+        self._slept = False
         try:
             while True:
                 self._require_open()
@@ -169,17 +173,20 @@ class Receiver:
                     return self._take(ready, request)
                 if count != last_ready:
                     last_ready, changed = count, now
-                if armed != wait.wanted:  # ask to be woken, then look again: see Publisher for the order
-                    armed = wait.wanted
-                    self._naps = (self._naps + 1) & 0xFFFFFFFF
-                    self._table.wanted_words[self._index] = self._naps << 32 | armed
-                    self._fence()
+                if armed != wait.wanted:
+                    armed = self._arm(wait.wanted)
                     continue
                 self._sleep(request, wait, now, changed if request.timeout is None else start)
-                armed = 0
+                self._slept, armed = True, 0
         finally:
-            if self._table.wanted_words[self._index]:
-                self._table.wanted_words[self._index] = 0
+            self._wanted[self._index] = 0
+
+    def _arm(self, wanted: int) -> int:
+        """Begins a nap: workers see it, then the states are looked at once more. See `Publisher` for the order."""
+        self._naps = (self._naps + 1) & 0xFFFFFFFF
+        self._wanted[self._index] = self._naps << 32 | wanted
+        self._fence()
+        return wanted
 
     def _ready(self) -> Array:
         ready: Array = (self._states == _READY).nonzero()[0]
@@ -274,7 +281,6 @@ class Receiver:
                 ready = former.choose(ready, table.publish_ns[ready], request.max_get)
             self._serial = serial = self._serial + 1
             self._state[ready] = _LEASED
-            self._lease[ready] = serial
             self._leased += ready.size
             step_type = table.step_type[ready]
             kinds = step_type.tobytes()
@@ -283,10 +289,11 @@ class Receiver:
                 episodes.extend(self._interrupted(ready[step_type == 0].tolist()))
             self._last[ready] = table.progress[ready]
             if _TERMINATION in kinds or _TRUNCATION in kinds:
-                episodes.extend(batches.read_episodes(table, ready[step_type >= 2].tolist()))
-                self.meter.episodes += len(episodes)
+                ended = batches.read_episodes(table, ready[step_type >= 2].tolist())
+                self.meter.episodes += len(ended)
+                episodes.extend(ended)
             now = monotonic_ns()
-            batch = Batch(self, serial, now, ready, table.reward[ready], step_type, episodes)
+            batch = Batch(self, serial, request.max_get, now, ready, table.reward[ready], step_type, episodes)
             self._unanswered[serial] = batch
             self.meter.batch_taken(now, ready.size, request.max_get, kinds.count(0), now - table.publish_ns[ready])
         return batch
@@ -335,16 +342,18 @@ class Receiver:
             raise ActionError(f"env_indices: expected each slot once, found repeated {[int(s) for s in repeated[:8]]}")
         arrays = self._loader.scatterer.check(actions, slots.size)
         with self._lock:
-            free = slots[self._lease[slots] == 0]
+            free = slots[self._state[slots] != _LEASED]
             if free.size:
                 raise ActionError(
                     f"env_indices: expected leased slots, found {free.tolist()[:8]} not leased (their batch has been "
                     "answered, or they are in none)"
                 )
-            serials = np.unique(self._lease[slots], return_counts=True)
             self._hand_over(slots, arrays)
-            for serial, count in zip(*(part.tolist() for part in serials), strict=True):
-                self._close(self._unanswered[serial], count, answered=True)
+            for batch in list(self._unanswered.values()):
+                own = np.isin(batch.open_slots(), slots)
+                if own.any():
+                    batch.close_slots(own)
+                    self._close(batch, int(own.sum()), answered=True)
         self._wake(slots)
 
     def answer(self, batch: Batch, actions: Any) -> None:
@@ -368,15 +377,17 @@ class Receiver:
     def release(self, batch: Batch) -> None:
         """`Batch.release`."""
         with self._lock:
-            slots = batch.env_indices[self._lease[batch.env_indices] == batch._serial]
+            slots = batch.open_slots() if batch._left else batch.env_indices[:0]
             if slots.size == 0:
                 return
-            self._lease[slots] = 0
             self._leased -= slots.size
             self._state[slots] = _READY
             self._close(batch, slots.size, answered=False)
             batch.released = True
-            self.meter.batch_released(batch.step_type[np.isin(batch.env_indices, slots)], len(batch.episodes))
+            held = set(slots.tolist())
+            episodes = sum(episode.slot in held and not episode.interrupted for episode in batch.episodes)
+            kinds = batch.step_type[np.isin(batch.env_indices, slots)]
+            self.meter.batch_released(batch.size, batch._max_get, kinds, episodes)
         self._signal.post()  # a recv in another thread may be waiting for just these
 
     def _require_unanswered(self, batch: Batch) -> None:
@@ -395,7 +406,6 @@ class Receiver:
 
         All bookkeeping comes before the state word: the next record may be there at once.
         """
-        self._lease[slots] = 0
         self._leased -= slots.size
         self._acted_ns[slots] = monotonic_ns()
         self._loader.scatterer.write(slots, arrays)

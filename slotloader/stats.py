@@ -209,12 +209,15 @@ class Meter:
         if answered:
             self.batch_to_action.add_one(now - taken_ns)
 
-    def batch_released(self, step_types: Array, episodes: int) -> None:
-        """Records of a batch went back unanswered: they will be handed out, and counted, again."""
-        self.batches -= 1
+    def batch_released(self, size: int, max_get: int, step_types: Array, episodes: int) -> None:
+        """Records of a batch of `size` went back unanswered: they will be handed out, and counted, again."""
         self.records -= step_types.size
         self.env_steps -= int(np.count_nonzero(step_types))
         self.episodes -= episodes
+        if step_types.size == size:  # none of it was answered
+            self.batches -= 1
+            self.fill -= size / max_get
+            self.partial -= size < max_get
 
     def adopt_open(self, batches: int) -> None:
         """Takes over batches that are unanswered when the figures start anew."""

@@ -492,7 +492,7 @@ def choose(worker: Worker, report: Report, in_process: bool = False) -> Worker:
 
     The built runners move over, so no env is built twice.
     """
-    if type(worker) is not Worker or not all(runner.env.is_async for runner in worker.runners):
+    if type(worker) is not Worker or not all(runner.is_async for runner in worker.runners):
         return worker
     chosen = AsyncWorker(worker.config, report, in_process)
     chosen.runners = worker.runners
