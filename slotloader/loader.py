@@ -117,6 +117,7 @@ class SlotLoader:
         self._request = (min_get, max_get, timeout, stall_timeout)
         self.request_for(len(factories))
         self.num_slots = len(factories)
+        self._env_steps = self._episodes = 0  # of the run, before the meters last started anew
         self.seed = _checked_seed(seed)
         self.backend, self.debug = backend, debug
         _require_count("spares", spares, 0)
@@ -220,6 +221,7 @@ class SlotLoader:
         for index, (first, end) in enumerate(spans):
             self.table.first_slot[index], self.table.end_slot[index] = first, end
             self.table.receiver[first:end] = index
+        self._keep_totals()
         parts = [Receiver(self, index, *span, whole=main) for index, span in enumerate(spans)]
         self._receivers = parts
         return parts
@@ -300,8 +302,14 @@ class SlotLoader:
 
     def reset_stats(self) -> None:
         """Starts the figures anew; per-slot times go on."""
+        self._keep_totals()
         for receiver in self._receivers:
             receiver.restart_meter()
+
+    def _keep_totals(self) -> None:
+        """Adds what the meters have counted to the totals of the run, before they start anew."""
+        self._env_steps += sum(receiver.meter.env_steps for receiver in self._receivers)
+        self._episodes += sum(receiver.meter.episodes for receiver in self._receivers)
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, lives and counters, for `load_state_dict` of a later run; plain ints and lists."""
@@ -312,8 +320,8 @@ class SlotLoader:
             "seed": self.seed,
             "lives": self.table.life.tolist(),
             "episodes": self.table.episode.tolist(),
-            "env_steps": totals.env_steps,
-            "completed_episodes": totals.episodes,
+            "env_steps": self._env_steps + totals.env_steps,
+            "completed_episodes": self._episodes + totals.episodes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -339,8 +347,7 @@ class SlotLoader:
         # Each env now takes its next action as the wish for its new first record, so any action will do.
         receiver.pass_over(batch)
         receiver.restart_meter()
-        receiver.meter.env_steps = int(state["env_steps"])
-        receiver.meter.episodes = int(state["completed_episodes"])
+        self._env_steps, self._episodes = int(state["env_steps"]), int(state["completed_episodes"])
 
     def raise_events(self) -> None:
         """Takes what has failed, marks the slots, and raises it; other slots go on."""

@@ -210,7 +210,8 @@ class Nursery:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)  # its own children become ours only now
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.002)  # once a stray is reaped its own children become ours: look again
 
 
 def _children() -> list[int]:

@@ -86,6 +86,7 @@ class ProcessFleet(Fleet):
         self._stacks: dict[int, str] = {}
         self._ready = False
         self._region = -1
+        self._suspects: dict[int, int] = {}  # overdue slots of the last look, with their begin times
         self._start_by: dict[int, float] = {}  # respawned workers that are building, with their limit
         self._condemned: dict[int, tuple[str, float]] = {}  # workers being killed for a hang: why, and since when
         self._failed_preloads: dict[str, str] = {}
@@ -232,7 +233,15 @@ class ProcessFleet(Fleet):
     def _condemn_hung(self) -> None:
         """Has the nursery kill workers that exceed a limit; what follows is a death like any other."""
         now = time.monotonic()
-        hung = {int(self.table.owner[slot]): text for slot, text in reversed(self.overdue())}
+        # Believed only when seen twice: without a fence a look may pair a new state with an old time (ARM).
+        overdue = dict(self.overdue())
+        begun = {slot: int(self.table.begin_ns[slot]) for slot in overdue}
+        hung = {
+            int(self.table.owner[slot]): text
+            for slot, text in reversed(overdue.items())
+            if self._suspects.get(slot) == begun[slot]
+        }
+        self._suspects = begun
         for worker, limit in self._start_by.items():
             if now > limit:
                 hung[worker] = f"the env factory has run for longer than start_timeout={self.limits.start_timeout:g} s"

@@ -17,6 +17,7 @@ import numpy as np
 from slotloader import batches, former
 from slotloader.batches import Batch, Episode
 from slotloader.errors import ActionError, FleetStalled, LeaseExpired, LoaderClosed, SlotLoaderError
+from slotloader.fleet import Cut
 from slotloader.former import Request, Wait
 from slotloader.signals import SLICE, make_fence, make_order_fence
 from slotloader.slots import SlotState
@@ -385,6 +386,11 @@ class Receiver:
             self._close(batch, slots.size, answered=False)
             batch.released = True
             held = set(slots.tolist())
+            for episode in reversed(batch.episodes):
+                if episode.interrupted and episode.slot in held:  # to be told again with the record
+                    cut = Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed)
+                    self._fleet.cuts.setdefault(episode.slot, []).insert(0, cut)
+                    self._last[episode.slot] = (episode.episode_return, episode.length)
             episodes = sum(episode.slot in held and not episode.interrupted for episode in batch.episodes)
             kinds = batch.step_type[np.isin(batch.env_indices, slots)]
             self.meter.batch_released(batch.size, batch._max_get, kinds, episodes)

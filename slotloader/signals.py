@@ -19,7 +19,9 @@ from typing import Protocol
 if sys.platform != "win32":
     import posix_ipc
 
-SLICE = 0.25  # longest single wait of a receiver in seconds: bounds what a stepped wall clock can cost
+# Longest single wait of a receiver in seconds. sem_timedwait runs on the wall clock: a step back makes the wait that is under
+# way longer by the step, unless a post ends it; the waits after it are right again.
+SLICE = 0.25
 _PREFIX = "/slotl-"
 
 

@@ -47,6 +47,7 @@ LEGAL_MOVES: dict[str, frozenset[tuple[SlotState, SlotState]]] = {
             (SlotState.STARTING, SlotState.READY),
             (SlotState.ACTED, SlotState.WRITING),
             (SlotState.WRITING, SlotState.READY),
+            (SlotState.WRITING, SlotState.ACTED),  # inline only: Ctrl-C in a step, which is then taken again
         }
     ),
     "trainer": frozenset(

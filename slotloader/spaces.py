@@ -7,8 +7,9 @@ and both generations of the package work.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -140,14 +141,21 @@ def _graph(space: Any, path: Path, sizes: Mapping[str, int]) -> Tree:
     return _bytes_leaf(path, capacity, Kind.PACKED, detail=repr(space), pack=_pack_graph, unpack=_unpack_graph)
 
 
+class GraphInstance(NamedTuple):
+    """A Graph value where gymnasium is not loaded; the same fields as gymnasium's."""
+
+    nodes: Array
+    edges: Array | None
+    edge_links: Array | None
+
+
 def _pack_graph(value: Any) -> Any:
     return {name: getattr(value, name) for name in ("nodes", "edges", "edge_links")}
 
 
 def _unpack_graph(value: Any) -> Any:
-    from collections import namedtuple  # gymnasium's GraphInstance has these very fields
-
-    return namedtuple("GraphInstance", ["nodes", "edges", "edge_links"])(**value)
+    gymnasium = sys.modules.get("gymnasium")
+    return (GraphInstance if gymnasium is None else gymnasium.spaces.GraphInstance)(**value)
 
 
 def _dm_array(spec: Any, path: Path, sizes: Mapping[str, int]) -> Tree:

@@ -140,7 +140,8 @@ class Worker:
                 try:
                     self.advance(runner)
                 except BaseException:  # Ctrl-C in the caller's thread: the action is still to be done
-                    self._states[runner.slot] = _ACTED
+                    if self._states[runner.slot] == _WRITING:
+                        self._states[runner.slot] = _ACTED
                     self._table.resetting_words[runner.slot] = 0
                     raise
                 return True
@@ -156,7 +157,8 @@ class Worker:
     def reset_one(self) -> bool:
         """Resets one env: its very first time, or ahead of the action that will ask for its next episode."""
         if self.unstarted:
-            self._first_record(self.unstarted.pop(0))
+            self._first_record(self.unstarted[0])
+            del self.unstarted[0]  # not before: Ctrl-C during an inline reset leaves it to be done again
             return True
         for runner in self.runners:
             if runner.wants_reset and runner.started and not runner.failed:
