@@ -176,7 +176,8 @@ def test_a_run_makes_every_legal_move_and_no_other() -> None:
             else:
                 batch.send(np.full(batch.size, number % 2))
     made = {(side, source, target) for side, source, target in moves if source != target}
-    assert made == {(side, *move) for side in ("env", "trainer") for move in LEGAL_MOVES[side]}
+    after_ctrl_c = ("env", S.WRITING, S.ACTED)  # nobody presses it here
+    assert made == {(side, *move) for side in ("env", "trainer") for move in LEGAL_MOVES[side]} - {after_ctrl_c}
 
 
 def test_an_env_that_fails_leaves_its_slot_dead_by_moves_of_the_fleet() -> None:
