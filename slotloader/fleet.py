@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.envs import EnvFactory
 from slotloader.errors import LoaderClosed, SlotLoaderError, SpecMismatch, WorkerDied
 from slotloader.layout import Layout
 from slotloader.reports import Answer, Built, Died, Event, Failed, error_from, summary
+from slotloader.runner import EnvOptions
 from slotloader.signals import Signal
 from slotloader.slots import SlotState, Table
 from slotloader.specs import Tree, differences, show_tree
@@ -53,8 +55,11 @@ class Fleet:
     signals: Sequence[Signal]
     table: Table
 
-    def __init__(self, configs: Sequence[WorkerConfig], limits: Limits) -> None:
-        self.configs = configs
+    def __init__(self, configs: Sequence[WorkerConfig], limits: Limits, max_workers: int) -> None:
+        self.configs = list(configs)
+        self.max_workers = max_workers
+        self._free_workers: list[int] = []  # indices whose worker has been dismissed and has ended
+        self._dismissed: set[int] = set()
         self.limits = limits
         self.policy = RestartPolicy(limits)
         self.lives = {slot: 0 for config in configs for slot in self.slots_of(config.index)}
@@ -102,12 +107,14 @@ class Fleet:
     def slots_of(self, worker: int) -> tuple[int, ...]:
         """The slots that a worker serves."""
         config = self.configs[worker]
-        return tuple(range(config.first_slot, config.first_slot + len(config.factories)))
+        return tuple(config.first_slot + at for at, factory in enumerate(config.factories) if factory is not None)
 
     def prepared(self, table: Table) -> Table:
         """Fills in who serves each slot, and one receiver over all of them; before any worker attaches."""
+        table.state[:] = SlotState.DEAD  # reserved by `capacity`
         for config in self.configs:
-            table.owner[config.first_slot : config.first_slot + len(config.factories)] = config.index
+            slots = slice(config.first_slot, config.first_slot + len(config.factories))
+            table.owner[slots], table.state[slots] = config.index, SlotState.STARTING
         table.end_slot[0] = table.num_slots
         self.table, self.running = table, True
         return table
@@ -139,6 +146,9 @@ class Fleet:
             for ticket, worker in self._pending.items():
                 if worker == event.worker and ticket not in self._answers:
                     self._answers[ticket] = None
+        if isinstance(event, Died) and event.worker in self._dismissed:
+            self._release_worker(event.worker)
+            return
         if self.closing:
             return
         refusal: str | None = ""
@@ -175,6 +185,48 @@ class Fleet:
         else:
             self.respawn(event.worker)
 
+    def hire(self, slot: int, factory: EnvFactory, options: EnvOptions, threads: bool) -> None:
+        """Starts a worker for one more env; its failures come as events."""
+        with self._changed:
+            if self._free_workers:
+                index = self._free_workers.pop()
+                self._gone.discard(index)
+            elif len(self.configs) < self.max_workers:
+                index = len(self.configs)
+            else:
+                raise SlotLoaderError(f"add_envs: all {self.max_workers} workers of this loader are in use or still ending")
+            config = WorkerConfig(index, slot, [factory], options, threads)
+            self.configs[index : index + 1] = [config]
+            self.table.owner[slot] = index
+            self.lives[slot] = self.lives[slot] + 1 if slot in self.lives else 0
+            self.cuts.pop(slot, None)
+            self.start_worker(config)
+
+    def start_worker(self, config: WorkerConfig) -> None:
+        """Starts a worker while the loader runs."""
+        raise NotImplementedError
+
+    def remove(self, slots: Sequence[int], timeout: float | None) -> None:
+        """Closes the envs of `slots` between two of their steps; a worker without envs ends."""
+        ended = self._gone | self._dismissed
+        self.command("remove", [slot for slot in slots if int(self.table.owner[slot]) not in ended], timeout=timeout)
+        with self._changed:
+            for index in {int(self.table.owner[slot]) for slot in slots}:
+                config = self.configs[index]
+                kept = [None if config.first_slot + at in slots else factory for at, factory in enumerate(config.factories)]
+                self.configs[index] = dataclasses.replace(config, factories=kept)
+                if not any(kept) and index not in ended:
+                    self._dismissed.add(index)
+                    self.table.stop_words[index] = 1
+                    self.wakers()[index]()
+
+    def _release_worker(self, worker: int) -> None:
+        """A dismissed worker has ended: its index can be used again."""
+        self._dismissed.discard(worker)
+        self._gone.add(worker)
+        self.table.stop_words[worker] = self.table.command_words[worker] = 0
+        self._free_workers.append(worker)
+
     def _admit(self, built: Built) -> None:
         """Lets a respawned worker attach, if its envs still have the loader's spaces."""
         try:
@@ -183,8 +235,14 @@ class Fleet:
             slots = self.slots_of(built.worker)
             failed = Failed(built.worker, slots, 0, "factory", 0, "SpecMismatch", str(error), "", note="it stays closed")
             self._take_failure(failed)
+            self._dismissed.add(built.worker)
+            self.turn_away(built.worker)
             return
         self.readmit(built.worker)
+
+    def turn_away(self, worker: int) -> None:
+        """Has a worker that was not admitted end."""
+        raise NotImplementedError
 
     def respawn(self, worker: int) -> None:
         """Replaces a dead worker; its envs begin the lives in `self.lives`. Only for backends with processes."""
@@ -242,21 +300,21 @@ class Fleet:
         return (*self._common_spec(), self._built[0].spaces)
 
     def _common_spec(self) -> tuple[Tree, Tree, Tree]:
-        self._spec = self._built[0].specs[0]
+        self._spec, self._spec_slot = self._built[0].specs[0], self.configs[0].first_slot
         for config in self.configs:
             self._require_spec(self._built[config.index], self._spec)
         return self._spec
 
     def _require_spec(self, built: Built, first: tuple[Tree, Tree, Tree]) -> None:
-        first_slot, own_first = self.configs[0].first_slot, self.configs[built.worker].first_slot
+        own_first = self.configs[built.worker].first_slot
         for at, spec in enumerate(built.specs):
             for name, expected, found in zip(("obs", "action", "info"), first, spec, strict=True):
                 lines = list(differences(expected, found, (name,)))
                 if lines:
                     raise SpecMismatch(
-                        f"slot {own_first + at} (worker {built.worker}): expected the spaces of slot {first_slot}, found "
-                        f"others; all envs of a loader must share them. Differences: {'; '.join(lines[:4])}. "
-                        f"Slot {first_slot} has {show_tree(expected):.300}"
+                        f"slot {own_first + at} (worker {built.worker}): expected the spaces of slot {self._spec_slot}, "
+                        f"found others; all envs of a loader must share them. Differences: {'; '.join(lines[:4])}. "
+                        f"Slot {self._spec_slot} has {show_tree(expected):.300}"
                     )
 
     def take_events(self) -> list[Event]:

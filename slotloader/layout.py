@@ -45,6 +45,8 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
     ("reset_ns", "i8", "slot"),  # their total time; W: env; R: trainer, stats
     ("info_length", "u4", "slot"),  # bytes of the last record's info; W: env before READY; R: trainer
     ("command", "u1", "worker"),  # 1: messages wait in the command socket; W: trainer sets it, worker clears it first
+    ("paused", "u4", "worker"),  # number of the pause: begin no step and no reset, 0: go on; W: trainer; R: worker
+    ("resting", "u4", "worker"),  # the pause in which it has come to rest; W: worker; R: trainer, in `drain`
     ("stop", "u1", "worker"),  # 1: end in order; W: trainer, once; R: worker
     ("wanted", "u8", "receiver"),  # 0: awake; else nap << 32 | records that end the sleep; W: receiver; R: env
     ("first_slot", "u4", "receiver"),  # its share of the slots is [first_slot, end_slot); W: trainer; R: env

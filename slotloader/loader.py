@@ -26,6 +26,7 @@ from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.reports import error_from
 from slotloader.runner import EnvOptions, OnReset
+from slotloader.slots import SlotState
 from slotloader.spaces import column_of
 from slotloader.supervision import Limits, OnFailure
 from slotloader.workers import WorkerConfig
@@ -72,6 +73,7 @@ class SlotLoader:
       restart_window: see `max_restarts`.
       spares: further envs per slot that reset in threads while another plays, so that a long reset costs the slot nothing.
         They take turns in a fixed order and are seeded from (slot, life, spare).
+      capacity: slots to reserve in all, for `add_envs`; default just enough.
       recycle_after: episodes after which an env is closed and built anew, for envs that leak.
 
     Raises:
@@ -111,12 +113,15 @@ class SlotLoader:
         restart_window: float = 300.0,
         spares: int = 0,
         recycle_after: int | None = None,
+        capacity: int | None = None,
     ) -> None:
         self.closed = True  # until something runs: __del__ must not warn about a constructor that failed
         factories = env_sources.factories(envs, num_envs, env_kwargs)
         self._request = (min_get, max_get, timeout, stall_timeout)
-        self.request_for(len(factories))
-        self.num_slots = len(factories)
+        if capacity is not None:
+            _require_count("capacity", capacity, len(factories))
+        self.num_slots = capacity or len(factories)
+        self.request_for(self.num_slots)
         self._env_steps = self._episodes = 0  # of the run, before the meters last started anew
         self.seed = _checked_seed(seed)
         self.backend, self.debug = backend, debug
@@ -131,18 +136,24 @@ class SlotLoader:
         for name, declared in (info or {}).items():
             column_of(name, declared, max_bytes)  # a wrong one shows here, before anything runs
         options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check, spares, recycle_after)
-        sizes = pack(self.num_slots, num_workers, envs_per_worker, backend)
+        sizes = pack(len(factories), num_workers, envs_per_worker, backend)
         ends = np.cumsum(sizes).tolist()
         configs = [
             WorkerConfig(index, end - size, factories[end - size : end], options, worker_threads)
             for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
-        self.fleet = _make_fleet(backend, configs, self.limits, preload, env_sources.preloads(factories), cpu_affinity)
+        max_workers = len(configs) + self.num_slots - len(factories)
+        self.options, self._threads = options, worker_threads
+        self.paused, self._pauses = False, 0
+        self._vacant = set(range(len(factories), self.num_slots))  # slots that no env has been promised
+        self.fleet = _make_fleet(
+            backend, configs, self.limits, max_workers, preload, env_sources.preloads(factories), cpu_affinity
+        )
         try:
             self.fleet.launch()
             observation, action, info_tree, self._spaces = self.fleet.wait_built()
             self.scatterer = Scatterer(action, [], action_bounds)  # wrong bounds show before memory is taken
-            layout = Layout.plan(self.num_slots, len(configs), observation, action, info_tree)
+            layout = Layout.plan(self.num_slots, max_workers, observation, action, info_tree)
             self.table = self.fleet.attach(layout)
             table = self.table
             self.scatterer = Scatterer(action, table.action, action_bounds)
@@ -245,8 +256,8 @@ class SlotLoader:
 
     @property
     def num_envs(self) -> int:
-        """The same as `num_slots`: gymnasium's word."""
-        return self.num_slots
+        """Number of slots that have an env; `num_slots` counts those reserved by `capacity` and those lost, too."""
+        return int(np.count_nonzero(self.table.state != SlotState.DEAD))
 
     def call(
         self, name: str, *args: Any, slots: Sequence[int] | None = None, timeout: float | None = None, **kwargs: Any
@@ -293,6 +304,95 @@ class SlotLoader:
         chosen = self._checked_slots(slots)
         results = self.fleet.command(verb, chosen, *args, timeout=timeout)
         return [results[slot] for slot in chosen]
+
+    # A fleet that changes.
+
+    def add_envs(self, envs: Any, num_envs: int | None = None, env_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Adds envs while the loop runs, one worker each, in slots reserved by `capacity` or given up by `remove_envs`.
+
+        Args:
+          envs: as for the constructor.
+          num_envs: as for the constructor.
+          env_kwargs: as for the constructor.
+
+        Returns:
+          Their slots. Their first records come like any others; a factory that raises, or other spaces than the loader's, is
+          raised by `recv`.
+
+        Raises:
+          ValueError: not enough free slots.
+        """
+        if self.closed:
+            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+        if self.backend == "inline":
+            raise SlotLoaderError("add_envs: expected backend='process' or 'thread', found 'inline'")
+        factories = env_sources.factories(envs, num_envs, env_kwargs)
+        free = sorted(slot for slot in self._vacant if self.table.state[slot] == SlotState.DEAD)
+        if len(free) < len(factories):
+            raise ValueError(
+                f"add_envs: expected at most {len(free)} envs, found {len(factories)}; this loader has "
+                f"capacity={self.num_slots} and {self.num_envs} envs: build it with a larger capacity, or remove envs first"
+            )
+        slots = free[: len(factories)]
+        for slot, factory in zip(slots, factories, strict=True):
+            receiver = next(receiver for receiver in self._receivers if receiver.owns(slot))
+            self._vacant.discard(slot)
+            receiver.gain(slot)
+            self.fleet.hire(slot, factory, self.options, self._threads)
+        return slots
+
+    def remove_envs(self, slots: Sequence[int], timeout: float | None = None) -> None:
+        """Closes the envs of some slots between two of their steps; their finished records are still delivered.
+
+        Args:
+          slots: which; their slots can be used by `add_envs` once those records have been answered.
+          timeout: seconds to wait for the envs to end their steps; None waits as long as it takes.
+        """
+        chosen = self._checked_slots(slots)
+        gone = [slot for slot in chosen if slot in self._vacant]
+        if gone or len(set(chosen)) != len(chosen):
+            raise ValueError(f"remove_envs: expected slots that have an env, each once, found {gone or chosen}")
+        self.fleet.remove(chosen, timeout)
+        for receiver in self._receivers:
+            receiver.lose(chosen)
+        self._vacant.update(chosen)
+
+    def pause(self) -> None:
+        """Has the workers begin no step and no reset; records that are ready or on their way can still be received."""
+        self.paused = True
+        self._pauses += 1
+        self.table.paused[:] = self._pauses
+        for wake in self.wakers[: len(self.fleet.configs)]:
+            wake()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Pauses and waits until no env is stepping or resetting, e.g. to save the envs' own state with `call`.
+
+        Raises:
+          TimeoutError: some still are after `timeout` seconds; the loader stays paused.
+        """
+        self.pause()
+        if self.backend == "inline":  # nothing moves outside recv
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        table = self.table
+        while True:
+            busy = (table.state == SlotState.WRITING) | (table.resetting == 1) | (table.resting[table.owner] != self._pauses)
+            moving = np.flatnonzero(busy & (table.state != SlotState.DEAD)).tolist()
+            if not moving:
+                return
+            if self.closed:
+                raise LoaderClosed("the loader was closed while it was draining")
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"drain: slots {moving[:8]} are still stepping or resetting after {timeout:g} s")
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.table.paused[:] = 0
+        self.paused = False
+        for wake in self.wakers[: len(self.fleet.configs)]:
+            wake()
 
     # Figures and state.
 
@@ -449,14 +549,15 @@ def _make_fleet(
     backend: str,
     configs: list[WorkerConfig],
     limits: Limits,
+    max_workers: int,
     preload: Sequence[str],
     helpful: Sequence[str],
     cpu_affinity: Sequence[int] | None,
 ) -> Fleet:
     if backend == "inline":
-        return InlineFleet(configs, limits)
+        return InlineFleet(configs, limits, max_workers)
     if backend == "thread":
-        return ThreadFleet(configs, limits)
+        return ThreadFleet(configs, limits, max_workers)
     if backend != "process":
         raise ValueError(f"backend: expected 'process', 'thread' or 'inline', found {backend!r}")
     try:
@@ -465,4 +566,4 @@ def _make_fleet(
         raise SlotLoaderError(
             f"backend='process' needs a POSIX system with posix_ipc ({error}); use backend='thread' or 'inline'"
         ) from error
-    return ProcessFleet(configs, limits, preload, helpful, cpu_affinity)
+    return ProcessFleet(configs, limits, max_workers, preload, helpful, cpu_affinity)

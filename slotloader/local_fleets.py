@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import sys
 import threading
@@ -25,16 +26,23 @@ class ThreadFleet(Fleet):
     def launch(self) -> None:
         """See `Fleet.launch`."""
         self.signals = [ThreadSignal() for _ in range(MAX_RECEIVERS)]
-        self._wake = [ThreadSignal() for _ in self.configs]
-        self._commands: list[collections.deque[tuple[Any, ...]]] = [collections.deque() for _ in self.configs]
-        self._attached = threading.Event()
+        workers = range(self.max_workers)
+        self._wake = [ThreadSignal() for _ in workers]
+        self._commands: list[collections.deque[tuple[Any, ...]]] = [collections.deque() for _ in workers]
+        self._admitted = [threading.Event() for _ in workers]
         self._workers: dict[int, Worker] = {}
-        self._threads = [
-            threading.Thread(target=self._main, args=(config,), name=f"slotloader-worker-{config.index}", daemon=True)
-            for config in self.configs
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: dict[int, threading.Thread] = {}
+        for config in self.configs:
+            self.start_worker(config)
+
+    def start_worker(self, config: WorkerConfig) -> None:
+        """See `Fleet.start_worker`."""
+        name = f"slotloader-worker-{config.index}"
+        lives = [self.lives[config.first_slot + at] for at in range(len(config.factories))]
+        config = dataclasses.replace(config, lives=lives)
+        self._admitted[config.index].clear()
+        self._threads[config.index] = threading.Thread(target=self._main, args=(config,), name=name, daemon=True)
+        self._threads[config.index].start()
 
     def _main(self, config: WorkerConfig) -> None:
         worker = make_worker(config, self.deliver, in_process=True)
@@ -42,18 +50,30 @@ class ThreadFleet(Fleet):
         try:
             if worker.build():
                 worker = choose(worker, self.deliver, in_process=True)
-                self._attached.wait()
-                if self.running:
+                self._admitted[config.index].wait()
+                if self.running and not self.closing and config.index not in self._dismissed:
                     worker.attach(self.table, self.signals)
                     commands = self._commands[config.index]
                     worker.run(self._wake[config.index], lambda: commands.popleft() if commands else None)
         finally:
             worker.close()
+            with self._changed:
+                if config.index in self._dismissed:
+                    self._release_worker(config.index)
+
+    def readmit(self, worker: int) -> None:
+        """See `Fleet.readmit`."""
+        self._admitted[worker].set()
+
+    def turn_away(self, worker: int) -> None:
+        """See `Fleet.turn_away`."""
+        self._admitted[worker].set()
 
     def attach(self, layout: Layout) -> Table:
         """See `Fleet.attach`."""
         self.prepared(Table(layout, create_private(layout)))
-        self._attached.set()
+        for config in self.configs:
+            self.readmit(config.index)
         return self.table
 
     def wakers(self) -> list[Callable[[], None]]:
@@ -94,8 +114,9 @@ class ThreadFleet(Fleet):
             for index, signal in enumerate(self._wake):
                 self.table.stop_words[index] = 1
                 signal.post()
-        self._attached.set()
-        for thread in self._threads:
+        for admitted in self._admitted:
+            admitted.set()
+        for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -44,7 +44,7 @@ def pickle_factories(configs: Sequence[WorkerConfig]) -> list[bytes]:
     sound: set[int] = set()
     for config in configs:
         for at, factory in enumerate(config.factories):
-            if id(factory) in sound:
+            if factory is None or id(factory) in sound:
                 continue
             try:
                 cloudpickle.dumps(factory)
@@ -64,6 +64,7 @@ class ProcessFleet(Fleet):
     Args:
       configs: one per worker.
       limits: how long things may take and how often they may fail.
+      max_workers: how many workers there may be once envs have been added.
       preload: modules that the nursery imports before it forks; it is an error if one cannot be imported.
       helpful: likewise, but a failure is left to the workers to explain.
       cpu_affinity: worker w runs on `cpu_affinity[w % len]`; None leaves it to the kernel.
@@ -73,12 +74,13 @@ class ProcessFleet(Fleet):
         self,
         configs: Sequence[WorkerConfig],
         limits: Limits,
+        max_workers: int,
         preload: Sequence[str] = (),
         helpful: Sequence[str] = (),
         cpu_affinity: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(configs, limits)
-        self._payloads = pickle_factories(configs)
+        super().__init__(configs, limits, max_workers)
+        self._payloads = dict(enumerate(pickle_factories(configs)))
         self._preload, self._helpful = list(preload), list(helpful)
         self._affinity = cpu_affinity
         self._channels: dict[int, Channel] = {}
@@ -109,14 +111,14 @@ class ProcessFleet(Fleet):
             )
         self._control = Channel(ours)
         self._selector.register(ours, selectors.EVENT_READ, None)
-        self._semaphores = [create_semaphore() for _ in range(MAX_RECEIVERS + len(self.configs))]
+        self._semaphores = [create_semaphore() for _ in range(MAX_RECEIVERS + self.max_workers)]
         self.signals = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[:MAX_RECEIVERS]]
         self._wake = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[MAX_RECEIVERS:]]
         try:
             path = [entry or os.getcwd() for entry in sys.path]
             self._control.send(("setup", path, self._helpful + self._preload, [s.name for s in self._semaphores]))
-            for config, payload in zip(self.configs, self._payloads, strict=True):
-                self._spawn(config, payload)
+            for config in self.configs:
+                self._spawn(config)
             self._watcher = threading.Thread(target=self._watch, name="slotloader-watch", daemon=True)
             self._watcher.start()
             self._wait_ready()
@@ -126,14 +128,14 @@ class ProcessFleet(Fleet):
             for semaphore in self._semaphores:
                 semaphore.unlink()
 
-    def _spawn(self, config: WorkerConfig, payload: bytes) -> None:
+    def _spawn(self, config: WorkerConfig) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._control.send(("spawn", config.index), (theirs.fileno(),))
         channel = Channel(ours)
         affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
-        lives = [self.lives[slot] for slot in self.slots_of(config.index)]
-        channel.send((config.first_slot, config.index, payload, affinity, lives))
+        lives = [self.lives[config.first_slot + at] for at in range(len(config.factories))]
+        channel.send((config.first_slot, config.index, self._payloads[config.index], affinity, lives))
         self._channels[config.index] = channel
         self._selector.register(ours, selectors.EVENT_READ, config.index)
 
@@ -169,14 +171,35 @@ class ProcessFleet(Fleet):
         with contextlib.suppress(EOFError):  # a worker that died meanwhile is reported by the nursery
             self._channels[worker].send((self.table.layout,), (self._region,))
 
+    def turn_away(self, worker: int) -> None:
+        """See `Fleet.turn_away`; the worker waits for the region, and the end of the socket ends it."""
+        with contextlib.suppress(OSError):
+            self._channels[worker].socket.shutdown(socket.SHUT_WR)
+
     def respawn(self, worker: int) -> None:
         """See `Fleet.respawn`."""
         config = self.configs[worker]
         self._channels.pop(worker).close()
         self._gone.discard(worker)
-        self._start_by[worker] = time.monotonic() + self.limits.start_timeout
         with contextlib.suppress(EOFError):  # the nursery has ended, which is reported by itself
-            self._spawn(config, self._payloads[worker])
+            self._spawn(config)
+        self._start_by[worker] = time.monotonic() + self.limits.start_timeout
+
+    def start_worker(self, config: WorkerConfig) -> None:
+        """See `Fleet.start_worker`."""
+        (self._payloads[config.index],) = pickle_factories([config])
+        if config.index in self._channels:
+            self._channels.pop(config.index).close()
+        self._start_by[config.index] = time.monotonic() + self.limits.start_timeout
+        with contextlib.suppress(EOFError):
+            self._spawn(config)
+
+    def remove(self, slots: Sequence[int], timeout: float | None) -> None:
+        """See `Fleet.remove`; a worker that dies later must not build these envs again."""
+        super().remove(slots, timeout)
+        for index in {int(self.table.owner[slot]) for slot in slots}:
+            if self.slots_of(index):
+                self._payloads[index] = cloudpickle.dumps(self.configs[index])
 
     def wakers(self) -> list[Callable[[], None]]:
         """See `Fleet.wakers`."""

@@ -162,7 +162,9 @@ class Receiver:
                 ready = self._ready()
                 count = ready.size
                 expected = self._alive - self._leased
-                if request.min_get > expected:
+                if self._loader.paused:
+                    expected = self._in_flight(request, count)
+                elif request.min_get > expected:
                     request = self._lowered(request, expected)
                 now = monotonic_ns()
                 oldest = None
@@ -192,6 +194,17 @@ class Receiver:
     def _ready(self) -> Array:
         ready: Array = (self._states == _READY).nonzero()[0]
         return ready if self._first == 0 else ready + self._first
+
+    def _in_flight(self, request: Request, ready: int) -> int:
+        """While the loader is paused only records that are ready or on their way can be expected."""
+        moving = (self._states == SlotState.WRITING) | (self._table.resetting[self._first : self._end] == 1)
+        expected = ready + int(np.count_nonzero(moving & (self._states != _READY) & (self._states != _LEASED)))
+        if request.min_get > expected:
+            raise SlotLoaderError(
+                f"recv: expected at least {request.min_get} records, found {expected} ready or on their way, since the loader "
+                "is paused; call loader.resume()"
+            )
+        return expected
 
     def _sleep(self, request: Request, wait: Wait, now: int, since: int) -> None:
         seconds = SLICE
@@ -465,6 +478,18 @@ class Receiver:
             fresh = Meter()
             fresh.adopt_open(len(self._unanswered))
             self.meter = fresh
+
+    def gain(self, slot: int) -> None:
+        """A new env will serve a slot that nobody served."""
+        with self._lock:
+            self._state[slot] = SlotState.STARTING
+            self._acted_ns[slot] = monotonic_ns()
+            self._last[slot] = -1.0
+            self._alive += 1
+
+    def owns(self, slot: int) -> bool:
+        """Whether the slot is in this receiver's share."""
+        return self._first <= slot < self._end
 
     def columns_for_view(self) -> tuple[Any, list[Array]]:
         """The observation tree over the table itself, read-only; in debug mode over copies, returned to be poisoned."""

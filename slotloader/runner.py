@@ -114,6 +114,7 @@ class EnvRunner:
       started: its first reset has been begun.
       failed: its env raised; nothing more will be published.
       lost: the fleet has given this env up while it hangs in a thread; should it come back, it must not write.
+      removed: the env has been taken out of the loader.
       is_async: its `reset` and `step` are coroutines.
       phase: "factory", "reset", "step" or "close": where an exception came from.
     """
@@ -131,7 +132,7 @@ class EnvRunner:
         self.slot, self.worker, self.life, self.spare = slot, worker, life, spare
         self.wants_reset = True
         self.finished = False
-        self.started = self.failed = self.lost = self.is_async = False
+        self.started = self.failed = self.lost = self.removed = self.is_async = False
         self.phase = "factory"
         self._factory, self._options = factory, options
         self._ended = True  # the next action only releases the next FIRST record
@@ -452,6 +453,16 @@ class EnvRunner:
             setter(name, value)
         else:
             setattr(self.env.raw, name, value)
+
+    def retire(self) -> None:
+        """Takes the slot out of service."""
+        self.removed = self.failed = self.started = True
+        self.wants_reset = False
+
+    def remove(self) -> Any:
+        """Closes the env for good, on the loader's wish; a coroutine for an async env."""
+        self.retire()
+        return self._close_env()
 
     def close(self) -> None:
         """Closes the env once; a runner that never built one does nothing."""

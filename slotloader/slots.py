@@ -102,6 +102,8 @@ class Table:
     info_length: Array
     info_data: Array
     command: Array
+    paused: Array
+    resting: Array
     stop: Array
     wanted: Array
     first_slot: Array

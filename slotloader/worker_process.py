@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -16,7 +17,7 @@ import posix_ipc
 
 from slotloader import slots, workers
 from slotloader.channel import Channel
-from slotloader.layout import MAX_RECEIVERS
+from slotloader.layout import MAX_RECEIVERS, Layout
 from slotloader.reports import Failed, shortened
 from slotloader.signals import SemaphoreSignal
 
@@ -56,11 +57,19 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
     try:
         if worker.build():
             worker = workers.choose(worker, report)
-            (layout,), fds = channel.receive()
-            table = slots.attach(layout, fds[0])
+            early: collections.deque[Any] = collections.deque()  # commands that came while the envs were being built
+            while True:
+                message, fds = channel.receive()
+                if isinstance(message[0], Layout):
+                    break
+                early.append(message)
+            table = slots.attach(message[0], fds[0])
             os.close(fds[0])
             worker.attach(table, [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]])
-            worker.run(SemaphoreSignal(semaphores[MAX_RECEIVERS + config.index]), lambda: _next_command(channel))
+            worker.run(
+                SemaphoreSignal(semaphores[MAX_RECEIVERS + config.index]),
+                lambda: early.popleft() if early else _next_command(channel),
+            )
         else:
             channel.receive()  # wait to be told to end, so that the failure is read before the exit is
     except EOFError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,7 @@ class WorkerConfig:
     Attributes:
       index: which worker of the loader it is.
       first_slot: its envs own the slots from here on.
-      factories: one per env.
+      factories: one per env; None where the env has been removed.
       options: what all envs share.
       threads: step each env in a thread of its own.
       lives: life of each env.
@@ -43,7 +42,7 @@ class WorkerConfig:
 
     index: int
     first_slot: int
-    factories: Sequence[EnvFactory]
+    factories: Sequence[EnvFactory | None]
     options: EnvOptions
     threads: bool = False
     lives: Sequence[int] = ()
@@ -63,17 +62,20 @@ class Worker:
         self.pack_spaces: Callable[[Any], Any] = lambda spaces: spaces
         lives = config.lives or [0] * len(config.factories)
         self.runners = [self._make_runner(at, lives[at]) for at in range(len(config.factories))]
-        self.unstarted = list(self.runners)  # envs whose first reset is due
+        self.unstarted = list(self.everyone())  # envs whose first reset is due
         self._next = 0  # where `serve_one` goes on
         self._first, self._end = config.first_slot, config.first_slot + len(self.runners)
 
     def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
-        config = self.config
-        return EnvRunner(config.first_slot + at, config.index, config.factories[at], config.options, life, spare, tally)
+        config, factory = self.config, self.config.factories[at]
+        runner = EnvRunner(config.first_slot + at, config.index, factory or _removed, config.options, life, spare, tally)
+        if factory is None:
+            runner.retire()
+        return runner
 
     def everyone(self) -> Iterable[EnvRunner]:
-        """Every env that this worker owns."""
-        return self.runners
+        """Every env that this worker owns, without those that have been removed."""
+        return [runner for runner in self.runners if not runner.removed]
 
     def build(self) -> bool:
         """Builds every env and reports the specs, or the first failure; False if one failed."""
@@ -83,11 +85,12 @@ class Worker:
             except (Exception, SystemExit) as error:
                 self._report(self._failure(runner, error))
                 return False
-        first = self.runners[0].env
+        present = [runner for runner in self.runners if not runner.removed]
+        first = present[0].env
         self._report(
             Built(
                 self.config.index,
-                [(runner.observation, runner.action, runner.info) for runner in self.runners],
+                [(runner.observation, runner.action, runner.info) for runner in present],
                 self.pack_spaces((first.observation_space, first.action_space)),
             )
         )
@@ -130,6 +133,8 @@ class Worker:
 
     def serve_one(self) -> bool:
         """Serves one slot, or does one reset ahead; False if there is nothing to do (inline backend)."""
+        if self._table.paused_words[self.config.index]:
+            return False
         if self.unstarted:
             return self.reset_one()
         acted = self._states[self._first : self._end].tobytes()
@@ -183,13 +188,19 @@ class Worker:
           receive: takes the next command message, `(ticket, verb, ...)`.
         """
         self.start()
-        commands, stop, index = self._table.command_words, self._table.stop_words, self.config.index
+        table, index = self._table, self.config.index
+        commands, stop = table.command_words, table.stop_words
+        paused, resting = table.paused_words, table.resting_words
         while True:
             if stop[index]:
                 return
             if commands[index]:
                 commands[index] = 0
                 self.obey(receive)
+            if paused[index]:
+                resting[index] = paused[index]
+                signal.wait(_IDLE_WAIT)
+                continue
             served = self.serve()
             # First resets are due between two passes; later ones only when no sibling has an action.
             if ((self.unstarted or not served) and self.reset_one()) or served:
@@ -241,6 +252,10 @@ class Worker:
                 self._report(self._failure(runner, error))
 
 
+def _removed() -> None:
+    """The factory of an env that has been removed; never called."""
+
+
 def _settled_call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
     return runner.settle(_call(runner, verb, args))
 
@@ -255,6 +270,8 @@ def _call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
         return runner.set_attr(args[0], args[1][runner.slot])
     if verb == "rebuild":
         return runner.rebuild_async(args[0][runner.slot]) if runner.is_async else runner.rebuild(args[0][runner.slot])
+    if verb == "remove":
+        return runner.remove()
     if verb == "begin_life":
         return runner.begin_life(args[0][runner.slot])
     raise ValueError(f"unknown command {verb!r}")
@@ -364,7 +381,7 @@ class SpareWorker(ThreadedWorker):
 
     def everyone(self) -> Iterable[EnvRunner]:
         """See `Worker.everyone`."""
-        return itertools.chain.from_iterable(self._members.values())
+        return [runner for members in self._members.values() for runner in members if not runner.removed]
 
     def _targets(self, runner: EnvRunner, verb: str) -> Sequence[EnvRunner]:
         if verb in ("call", "get_attr"):
@@ -414,15 +431,21 @@ class AsyncWorker(Worker):
         thread.start()
         self._busy = {runner.slot: asyncio.Lock() for runner in self.runners}
         tasks = {loop.create_task(self._first_async(runner)) for runner in self.runners}
-        commands, stop, index = self._table.command_words, self._table.stop_words, self.config.index
+        table, index = self._table, self.config.index
+        commands, stop = table.command_words, table.stop_words
+        paused, resting = table.paused_words, table.resting_words
         while not stop[index]:
             if commands[index]:
                 commands[index] = 0
                 while (message := receive()) is not None:
                     tasks.add(loop.create_task(self._carry_out_async(message)))
-            acted = self._states[self._first : self._end].tobytes()
-            for at, runner in enumerate(self.runners):
-                if acted[at] == _ACTED and not runner.failed:
+            acted = b""
+            if paused[index]:
+                resting[index] = paused[index]
+            else:
+                acted = self._states[self._first : self._end].tobytes()
+            for runner, state in zip(self.runners, acted, strict=False):
+                if state == _ACTED and not runner.failed:
                     runner.claim()
                     tasks.add(loop.create_task(self._advance_async(runner)))
             tasks = {task for task in tasks if not task.done()}
@@ -494,7 +517,7 @@ def choose(worker: Worker, report: Report, in_process: bool = False) -> Worker:
 
     The built runners move over, so no env is built twice.
     """
-    if type(worker) is not Worker or not all(runner.is_async for runner in worker.runners):
+    if type(worker) is not Worker or not all(runner.is_async for runner in worker.everyone()):
         return worker
     chosen = AsyncWorker(worker.config, report, in_process)
     chosen.runners = worker.runners
