@@ -125,7 +125,7 @@ class Worker:
         served = False
         while at >= 0:
             runner = self.runners[at]
-            if not runner.failed:
+            if runner.started and not runner.failed:  # a new life first does its first reset, in `reset_one`
                 self.advance(runner)
                 served = True
             at = acted.find(_ACTED, at + 1)
@@ -332,6 +332,7 @@ class ThreadedWorker(Worker):
             self._revive(runner)
 
     def _revive(self, runner: EnvRunner) -> None:
+        runner.started = True
         self._lanes[runner].put(partial(self._first_record, runner))
 
     def obey(self, receive: Callable[[], Any]) -> None:

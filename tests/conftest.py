@@ -1,0 +1,52 @@
+"""Shared fixtures: `clean` (CLEAN of FAULTS.md), `how` (the backends), `packed` (the backends and their packings)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from checks import clean as clean_block
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "process": {"backend": "process", "preload": ["toys"]},
+    "thread": {"backend": "thread"},
+    "inline": {"backend": "inline"},
+}
+PACKED: dict[str, dict[str, Any]] = {
+    **{f"process-{n}": {**BACKENDS["process"], "envs_per_worker": n} for n in (1, 2, 4)},
+    "process-threads": {**BACKENDS["process"], "envs_per_worker": 2, "worker_threads": True},
+    **{f"thread-{n}": {"backend": "thread", "envs_per_worker": n} for n in (1, 4)},
+    "thread-threads": {"backend": "thread", "envs_per_worker": 2, "worker_threads": True},
+    "inline": {"backend": "inline"},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="also run the heavy tests marked `soak`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--soak"):
+        for item in items:
+            if "soak" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="heavy; run with --soak"))
+
+
+@pytest.fixture(params=BACKENDS)
+def how(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keyword arguments of SlotLoader that choose a backend."""
+    return dict(BACKENDS[request.param])
+
+
+@pytest.fixture(params=PACKED)
+def packed(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keyword arguments of SlotLoader that choose a backend and a packing."""
+    return dict(PACKED[request.param])
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """CLEAN around a test."""
+    with clean_block():
+        yield
