@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -30,6 +32,8 @@ from slotloader.workers import WorkerConfig
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from slotloader.nursery import main; main()"
 _BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_DESCRIPTORS_PER_WORKER = 1  # its command socket; one more while it is started
+_DESCRIPTORS_OF_FLEET = 12
 _WATCH_INTERVAL = 0.05  # seconds between looks for hung envs, only where a limit is set
 _REAP_LIMIT = 10.0  # seconds after SIGKILL until a worker counts as stuck in the kernel
 _KILL_RESERVE = 1.0  # seconds of the close deadline that are kept for killing and reaping
@@ -56,6 +60,26 @@ def pickle_factories(configs: Sequence[WorkerConfig]) -> list[bytes]:
                 ) from error
             sound.add(id(factory))
     return [cloudpickle.dumps(config) for config in configs]
+
+
+def _require_descriptors(workers: int) -> None:
+    """Refuses a fleet for which the descriptors would run out half way.
+
+    Raises:
+      OSError: the limit on open files is too low, with needed and found.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        open_now = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no /proc: assume few
+        open_now = 16
+    needed = open_now + workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_OF_FLEET
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"{workers} workers: expected a limit of at least {needed} open files (ulimit -n), found {limit}; raise it, or "
+            "pack more envs into a worker with envs_per_worker",
+        )
 
 
 class ProcessFleet(Fleet):
@@ -98,6 +122,7 @@ class ProcessFleet(Fleet):
     def launch(self) -> None:
         """See `Fleet.launch`."""
         sweep()
+        _require_descriptors(self.max_workers)
         ours, theirs = socket.socketpair()
         with theirs:
             environment = {**dict.fromkeys(_BLAS_LIMITS, "1"), **os.environ}

@@ -234,7 +234,7 @@ class Receiver:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"min_get={request.min_get} is more than the {self._alive} slots that are left; it is lowered",
+                    f"min_get={request.min_get} exceeds {self._alive}, the number of slots that are left; it is lowered",
                     RuntimeWarning,
                     stacklevel=5,
                 )
