@@ -1,0 +1,32 @@
+"""How much of the environments' own speed is left when resets are 200 times slower than steps?
+
+Workload: 32 environments, 1 ms step, 200 ms reset every 200 steps.
+Contenders: raw (the same environments free-running), SlotLoader, gymnasium AsyncVectorEnv, SB3 SubprocVecEnv, TorchRL
+AsyncEnvPool(exchange="shm") and ParallelEnv; one process per environment for all.
+Bar: SlotLoader at least 0.90 of raw.
+"""
+
+from __future__ import annotations
+
+from benchmarks.contenders import OURS, RAW, case, peer_cases, raw, slotloader
+from benchmarks.harness import Check, parse_arguments, ratio, report, run_cases
+
+WORKLOAD = "slow reset"
+
+
+def main() -> None:
+    options = parse_arguments(__doc__)
+    time_s = (1.0, 2.0) if options.quick else (1.0, 2.5)
+    cases = [
+        case(RAW, raw, WORKLOAD, time_s, num_workers=32),
+        case(OURS, slotloader, WORKLOAD, time_s, num_workers=32, min_get=1, timeout=0.0),
+        *peer_cases(WORKLOAD, time_s),
+    ]
+    outcomes = run_cases(cases, options)
+    value = ratio(outcomes, "steps_per_s", (WORKLOAD, OURS), (WORKLOAD, RAW))
+    checks = [Check(f"{WORKLOAD}: {OURS} / {RAW}", value, 0.90)]
+    report("slow_reset", outcomes, checks, [("env steps/s", "steps_per_s", ",.0f")], options)
+
+
+if __name__ == "__main__":
+    main()
