@@ -132,7 +132,8 @@ def preloads(found: Sequence[EnvFactory]) -> list[str]:
     """Modules that every worker will need anyway: importing them once, before workers fork, saves time and memory."""
     ids = {factory.args[0] for factory in found if isinstance(factory, partial) and factory.func is make_registered}
     packages = {_NAMESPACES.get(env_id.rpartition(":")[2].partition("/")[0]) for env_id in ids}
-    return (["gymnasium"] if ids else []) + sorted(package for package in packages if package)
+    gymnasium = ids or "gymnasium" in sys.modules  # a factory of a trainer that has it most likely needs it too
+    return (["gymnasium"] if gymnasium else []) + sorted(package for package in packages if package)
 
 
 def call_factory(factory: EnvFactory, context: EnvContext) -> Any:

@@ -25,6 +25,8 @@ from slotloader.specs import Tree, differences, show_tree
 from slotloader.supervision import Limits, RestartPolicy
 from slotloader.workers import WorkerConfig
 
+_ENDING_LIMIT = 5.0  # seconds that `add_envs` waits for a dismissed worker to end
+
 log = logging.getLogger("slotloader")
 
 
@@ -135,9 +137,11 @@ class Fleet:
     def _take_answer(self, answer: Answer) -> None:
         if answer.ticket in self._pending:
             self._answers[answer.ticket] = answer
-        elif answer.failure is not None and answer.ticket in self._rebuilding:
-            self._take_failure(answer.failure)
-        self._rebuilding.discard(answer.ticket)
+        elif answer.ticket in self._rebuilding:
+            self._rebuilding.discard(answer.ticket)
+            self.expect_start(answer.worker, False)
+            if answer.failure is not None:
+                self._take_failure(answer.failure)
 
     def _take_failure(self, event: Event) -> None:
         """Restarts what may be restarted; the rest becomes an event for the next `recv`. Holds the lock."""
@@ -181,13 +185,34 @@ class Fleet:
         if isinstance(event, Failed):
             ticket = next(self._tickets)
             self._rebuilding.add(ticket)
+            self.expect_start(event.worker, True)
             self.send_command(event.worker, (ticket, "rebuild", list(event.slots), lives))
-        else:
+            return
+        try:
             self.respawn(event.worker)
+        except OSError as error:
+            self._gone.add(event.worker)
+            self._take_failure(dataclasses.replace(event, note=f"it could not be restarted: {error}"))
+
+    def take_cut(self, slot: int, last_life: int, new_life: int) -> Cut | None:
+        """The cut of the life whose record was handed out last, now that a record of `new_life` follows it."""
+        with self._changed:
+            cuts = self.cuts.pop(slot, [])
+            later = [cut for cut in cuts if cut.life >= new_life]
+            if later:
+                self.cuts[slot] = later
+            return next((cut for cut in reversed(cuts) if cut.life == last_life < new_life), None)
+
+    def give_back_cut(self, slot: int, cut: Cut) -> None:
+        """Keeps a cut for the next delivery of the record that it came with."""
+        with self._changed:
+            self.cuts.setdefault(slot, []).insert(0, cut)
 
     def hire(self, slot: int, factory: EnvFactory, options: EnvOptions, threads: bool) -> None:
         """Starts a worker for one more env; its failures come as events."""
         with self._changed:
+            # A worker that has just been dismissed is still ending.
+            self._changed.wait_for(lambda: self._free_workers or len(self.configs) < self.max_workers, _ENDING_LIMIT)
             if self._free_workers:
                 index = self._free_workers.pop()
                 self._gone.discard(index)
@@ -269,7 +294,27 @@ class Fleet:
                 age = (now - int(table.begin_ns[slot])) * 1e-9
                 text = f"env.{name} of slot {slot} has run for {age:.1f} s, longer than {name}_timeout={limit:g} s"
                 found.append((slot, text))
+        limit = self.limits.step_timeout
+        if limit is None or table.paused.any():
+            return found
+        # A worker that does nothing else takes an action within a wake-up: one that does not is frozen or stuck in C code.
+        waiting = np.flatnonzero((table.state == SlotState.ACTED) & (now - table.begin_ns > limit * 1e9))
+        if waiting.size:
+            busy = set(table.owner[(table.state == SlotState.WRITING) | (table.resetting == 1)].tolist())
+            busy |= set(self._pending.values()) | self.starting()
+            for slot in waiting.tolist():
+                worker = int(table.owner[slot])
+                if worker not in busy:
+                    age = (now - int(table.begin_ns[slot])) * 1e-9
+                    found.append((slot, f"worker {worker} has not taken the action of slot {slot} for {age:.1f} s"))
         return found
+
+    def starting(self) -> set[int]:
+        """Workers that are building envs now."""
+        return set()
+
+    def expect_start(self, worker: int, expected: bool) -> None:
+        """A worker has begun to build an env, or has built it; a backend that can kill it watches the time."""
 
     def wait_built(self) -> tuple[Tree, Tree, Tree, Any]:
         """Waits until every env exists; returns observation, action and info trees and the spaces.

@@ -36,7 +36,8 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
     ("sequence", "u8", "slot"),  # records published in all lives; W: env before READY; R: trainer, debugging
     ("reward", "f4", "slot"),  # W: env before READY; R: trainer
     ("publish_ns", "i8", "slot"),  # CLOCK_MONOTONIC when env.step returned; W: env before READY; R: trainer
-    ("begin_ns", "i8", "slot"),  # start of the step or reset now running; W: env; R: trainer, for ages
+    # Start of the step or reset now running, W: env; of the wait for the worker while ACTED, W: trainer before ACTED; R: fleet
+    ("begin_ns", "i8", "slot"),
     ("episode", "i8", "slot"),  # index within the life; W: env with FIRST; R: trainer
     ("episode_seed", "i8", "slot"),  # seed of the episode's reset, -1 for none; W: env with FIRST; R: trainer
     ("steps", "i8", "slot"),  # env.step calls; W: env; R: trainer, stats
@@ -98,9 +99,9 @@ class Layout:
         wanted: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
             (name, np.dtype(dtype), (rows[per],)) for name, dtype, per in CONTROL
         ]
-        # Return so far and env steps so far, negative in a last record; W: env before READY; R: trainer. One array, so that
-        # the trainer keeps both with one gather.
-        wanted.append(("progress", np.dtype(np.float64), (num_slots, 2)))
+        # Return so far; env steps so far, negative in a last record; life. W: env before READY; R: trainer. One array, so
+        # that the trainer keeps all three with one gather.
+        wanted.append(("progress", np.dtype(np.float64), (num_slots, 3)))
         wanted.append(("info_data", np.dtype(np.uint8), (num_slots, INFO_BYTES)))
         for tree in (observation, info, action):
             wanted.extend((name, dtype, (num_slots, *shape)) for name, dtype, shape in tree_parts(tree))

@@ -170,7 +170,7 @@ class SlotLoader:
             self.fleet.closing = True
             self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
             raise
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close while `close` runs
         self._finalizer = weakref.finalize(self, _stop_forgotten, self.fleet)
 
     # Receiving and sending: the receiver does it.
@@ -338,7 +338,12 @@ class SlotLoader:
             receiver = next(receiver for receiver in self._receivers if receiver.owns(slot))
             self._vacant.discard(slot)
             receiver.gain(slot)
-            self.fleet.hire(slot, factory, self.options, self._threads)
+            try:
+                self.fleet.hire(slot, factory, self.options, self._threads)
+            except BaseException:
+                receiver.lose([slot])
+                self._vacant.add(slot)
+                raise
         return slots
 
     def remove_envs(self, slots: Sequence[int], timeout: float | None = None) -> None:

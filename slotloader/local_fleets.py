@@ -15,7 +15,7 @@ from typing import Any
 from slotloader.fleet import Fleet
 from slotloader.layout import MAX_RECEIVERS, Layout
 from slotloader.reports import Failed
-from slotloader.signals import ThreadSignal
+from slotloader.signals import ThreadSignal, make_fence
 from slotloader.slots import Table, create_private
 from slotloader.workers import Worker, WorkerConfig, choose, make_worker
 
@@ -52,7 +52,7 @@ class ThreadFleet(Fleet):
                 worker = choose(worker, self.deliver, in_process=True)
                 self._admitted[config.index].wait()
                 if self.running and not self.closing and config.index not in self._dismissed:
-                    worker.attach(self.table, self.signals)
+                    worker.attach(self.table, self.signals, make_fence())
                     commands = self._commands[config.index]
                     worker.run(self._wake[config.index], lambda: commands.popleft() if commands else None)
         finally:
@@ -60,6 +60,7 @@ class ThreadFleet(Fleet):
             with self._changed:
                 if config.index in self._dismissed:
                     self._release_worker(config.index)
+                    self._changed.notify_all()
 
     def readmit(self, worker: int) -> None:
         """See `Fleet.readmit`."""
@@ -150,7 +151,7 @@ class InlineFleet(Fleet):
         """See `Fleet.attach`."""
         self.signals = [InlineSignal(self._worker)] * MAX_RECEIVERS
         self.prepared(Table(layout, create_private(layout)))
-        self._worker.attach(self.table, self.signals)
+        self._worker.attach(self.table, self.signals, make_fence())
         self._worker.start()
         return self.table
 

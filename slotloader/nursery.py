@@ -6,7 +6,7 @@ taking every worker's process group with it. Nothing of the trainer (jax, CUDA o
 Messages from the trainer: `("setup", sys_path, preload, semaphore_names)`, `("spawn", index)` with the worker's end of its
 socket, `("stack", index)`, `("condemn", index)` (stack, then kill), `("kill", indices)`.
 Messages to it: `("ready", failed_preloads)`, `("spawned", index, pid)`,
-`("stack", index, text)`, `("exit", index, pid, status)`.
+`("stack", index, text)`, `("exit", index, pid, status)`, `("unspawned", index, text)`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ class Nursery:
         if verb == "setup":
             self._setup(*args)
         elif verb == "spawn":
-            self._spawn(args[0], fds[0])
+            try:
+                self._spawn(args[0], fds[0])
+            except (OSError, IndexError) as error:  # no descriptor or no process left: the other workers go on
+                for fd in fds:
+                    os.close(fd)
+                self._channel.send(("unspawned", args[0], str(error) or "out of descriptors"))
         elif verb == "stack":
             self._channel.send(("stack", args[0], self._stack_of(args[0])))
         elif verb == "condemn":
@@ -116,7 +121,11 @@ class Nursery:
 
     def _spawn(self, index: int, fd: int) -> None:
         stack = tempfile.TemporaryFile()  # noqa: SIM115  kept open as long as the worker lives
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            stack.close()
+            raise
         if pid == 0:
             code = 1
             try:

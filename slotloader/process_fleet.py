@@ -36,6 +36,7 @@ _DESCRIPTORS_PER_WORKER = 1  # its command socket; one more while it is started
 _DESCRIPTORS_OF_FLEET = 12
 _WATCH_INTERVAL = 0.05  # seconds between looks for hung envs, only where a limit is set
 _REAP_LIMIT = 10.0  # seconds after SIGKILL until a worker counts as stuck in the kernel
+_MARK = "SLOTLOADER_NURSERY"  # environment variable of the nursery and of every process below it
 _KILL_RESERVE = 1.0  # seconds of the close deadline that are kept for killing and reaping
 
 
@@ -82,6 +83,22 @@ def _require_descriptors(workers: int) -> None:
         )
 
 
+def _kill_marked(mark: str) -> None:
+    """Kills every process whose environment holds our mark, and those that they start meanwhile; for at most a second."""
+    wanted = f"{_MARK}={mark}".encode()
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.01)
+
+
 class ProcessFleet(Fleet):
     """Worker processes, their nursery and the thread that listens to both.
 
@@ -125,7 +142,8 @@ class ProcessFleet(Fleet):
         _require_descriptors(self.max_workers)
         ours, theirs = socket.socketpair()
         with theirs:
-            environment = {**dict.fromkeys(_BLAS_LIMITS, "1"), **os.environ}
+            self._mark = f"{os.getpid()}-{os.urandom(8).hex()}"
+            environment = {**dict.fromkeys(_BLAS_LIMITS, "1"), **os.environ, _MARK: self._mark}
             root = str(Path(__file__).resolve().parents[1])
             self._nursery = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), root],
@@ -136,10 +154,9 @@ class ProcessFleet(Fleet):
             )
         self._control = Channel(ours)
         self._selector.register(ours, selectors.EVENT_READ, None)
-        self._semaphores = [create_semaphore() for _ in range(MAX_RECEIVERS + self.max_workers)]
-        self.signals = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[:MAX_RECEIVERS]]
-        self._wake = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[MAX_RECEIVERS:]]
+        self._semaphores: list[Any] = []
         try:
+            self._create_semaphores()
             path = [entry or os.getcwd() for entry in sys.path]
             self._control.send(("setup", path, self._helpful + self._preload, [s.name for s in self._semaphores]))
             for config in self.configs:
@@ -148,10 +165,27 @@ class ProcessFleet(Fleet):
             self._watcher.start()
             self._wait_ready()
         except EOFError as error:
-            raise SlotLoaderError(f"the nursery process ended while it started, status {self._nursery.poll()}") from error
+            status = self._nursery.poll()
+            raise SlotLoaderError(f"the nursery process ended while it started, status {status}") from error
         finally:
             for semaphore in self._semaphores:
                 semaphore.unlink()
+
+    def _create_semaphores(self) -> None:
+        """One per receiver, then per worker one to wake it and one for its fences; nothing is created later."""
+        count = MAX_RECEIVERS + 2 * self.max_workers
+        try:
+            for _ in range(count):
+                self._semaphores.append(create_semaphore())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"expected room for {count} semaphores in /dev/shm, one page each, found it full after {len(self._semaphores)} "
+                f"({error}); free some of it or mount it larger",
+            ) from error
+        ends = MAX_RECEIVERS, MAX_RECEIVERS + self.max_workers
+        self.signals = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[: ends[0]]]
+        self._wake = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[ends[0] : ends[1]]]
 
     def _spawn(self, config: WorkerConfig) -> None:
         ours, theirs = socket.socketpair()
@@ -196,6 +230,16 @@ class ProcessFleet(Fleet):
         with contextlib.suppress(EOFError):  # a worker that died meanwhile is reported by the nursery
             self._channels[worker].send((self.table.layout,), (self._region,))
 
+    def starting(self) -> set[int]:
+        """See `Fleet.starting`."""
+        return set(self._start_by)
+
+    def expect_start(self, worker: int, expected: bool) -> None:
+        """See `Fleet.expect_start`."""
+        self._start_by.pop(worker, None)
+        if expected:
+            self._start_by[worker] = time.monotonic() + self.limits.start_timeout
+
     def turn_away(self, worker: int) -> None:
         """See `Fleet.turn_away`; the worker waits for the region, and the end of the socket ends it."""
         with contextlib.suppress(OSError):
@@ -232,8 +276,11 @@ class ProcessFleet(Fleet):
 
     def send_command(self, worker: int, message: tuple[Any, ...]) -> None:
         """See `Fleet.send_command`. The message goes first, so that whoever sees the word finds it."""
+        channel = self._channels.get(worker)
+        if channel is None:
+            return  # it is being replaced, which answers the ticket
         try:
-            self._channels[worker].send(message)
+            channel.send(message)
         except EOFError:
             return  # its death is on the way
         self.table.command_words[worker] = 1
@@ -305,6 +352,12 @@ class ProcessFleet(Fleet):
                 self.deliver(Died(worker, self.slots_of(worker), self._pids.get(worker, 0), -signal.SIGKILL, text, note))
 
     def _from_nursery(self, kind: str, *args: Any) -> None:
+        if kind == "unspawned":
+            worker, text = args
+            self._start_by.pop(worker, None)
+            why = f"the worker could not be started: {text}"
+            self.deliver(Died(worker, self.slots_of(worker), 0, 1, why))
+            return
         if kind == "exit":
             worker, pid, exitcode = args
             self._drain(worker)
@@ -343,6 +396,7 @@ class ProcessFleet(Fleet):
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        _kill_marked(self._mark)  # helpers of envs in sessions of their own
         for worker, pid in list(self._pids.items()):
             self._channels[worker].socket.settimeout(2.0)
             self._drain(worker)  # until its end of the socket is closed: only then can it write no more

@@ -54,20 +54,20 @@ class Receiver:
         self.request = loader.request_for(end - first)
         self._signal = loader.fleet.signals[index]
         self._states, self._state = table.state[first:end], table.state
-        self._fence, self._order_fence = make_fence(), make_order_fence()
+        self._fence = make_fence()
+        self._order_fence = make_order_fence(self._fence)
         self._wakers, self._worker_of = loader.wakers, table.owner
         self.gather_observation = loader.gatherers[0]
         self.gather_info, self.gather_action = loader.gatherers[1], loader.gatherers[2]
         self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
         self._receiving = threading.Lock()  # held by the one `recv` that runs
-        self._acted_ns = np.full(table.num_slots, monotonic_ns(), np.int64)  # when a slot got its last action
-        self._last = np.full((table.num_slots, 2), -1.0)  # `progress` of the last record handed out; none is open
+        self._last = np.full((table.num_slots, 3), -1.0)  # `progress` of the last record handed out; none is open
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
         self._serial = self._naps = 0
         self._slept = False  # the last `recv` had to wait
-        self._wanted = table.wanted_words
+        self._wanted, self._begin_ns = table.wanted_words, table.begin_ns
         if whole is not None:  # a share after `split` goes on where the whole ended
-            self._acted_ns, self._last = whole._acted_ns, whole._last
+            self._last = whole._last
             self._doomed = {slot for slot in whole._doomed if first <= slot < end}
             self._naps = whole._naps  # workers remember the naps that they have ended
         self._leased = 0
@@ -277,8 +277,7 @@ class Receiver:
         return bool(starting) and self._age(slot, now) < limit
 
     def _age(self, slot: int, now: int) -> float:
-        busy = self._table.resetting[slot] or self._state[slot] == SlotState.WRITING
-        return float(now - (self._table.begin_ns[slot] if busy else self._acted_ns[slot])) * 1e-9
+        return float(now - self._table.begin_ns[slot]) * 1e-9
 
     def _doing(self, slot: int) -> str:
         if self._table.resetting[slot]:
@@ -307,24 +306,20 @@ class Receiver:
                 self.meter.episodes += len(ended)
                 episodes.extend(ended)
             now = monotonic_ns()
-            batch = Batch(self, serial, request.max_get, now, ready, table.reward[ready], step_type, episodes)
+            most = min(request.max_get, self._alive)  # slots without an env cannot fill a batch
+            batch = Batch(self, serial, most, now, ready, table.reward[ready], step_type, episodes)
             self._unanswered[serial] = batch
-            self.meter.batch_taken(now, ready.size, request.max_get, kinds.count(0), now - table.publish_ns[ready])
+            self.meter.batch_taken(now, ready.size, most, kinds.count(0), now - table.publish_ns[ready])
         return batch
 
     def _interrupted(self, firsts: list[int]) -> list[Episode]:
         """The episodes that failures have cut and whose slots now begin a new life."""
         found = []
         for slot in firsts:
-            cuts = self._fleet.cuts.get(slot, [])
-            if not cuts or self._table.life[slot] <= cuts[0].life:
-                continue
-            cut = cuts.pop(0)
-            if not cuts:
-                del self._fleet.cuts[slot]
-            episode_return, length = self._last[slot].tolist()
-            if length < 0:
-                continue  # it had ended by itself before the failure
+            episode_return, length, life = self._last[slot].tolist()
+            cut = self._fleet.take_cut(slot, int(life), int(self._table.life[slot]))
+            if cut is None or length < 0:
+                continue  # nothing was cut, or the episode had ended by itself before the failure
             seed = None if cut.seed < 0 else cut.seed
             found.append(Episode(slot, cut.life, cut.episode, episode_return, int(length), seed, interrupted=True, info={}))
         return found
@@ -368,7 +363,6 @@ class Receiver:
                 if own.any():
                     batch.close_slots(own)
                     self._close(batch, int(own.sum()), answered=True)
-        self._wake(slots)
 
     def answer(self, batch: Batch, actions: Any) -> None:
         """`Batch.send`."""
@@ -379,14 +373,12 @@ class Receiver:
             self._require_unanswered(batch)
             self._hand_over(slots, arrays)
             self._close(batch, slots.size, answered=True)
-        self._wake(slots)
 
     def pass_over(self, batch: Batch) -> None:
         """Answers a batch whose actions will be discarded, with the rows as they are."""
         with self._lock:
             self._hand_over(batch.env_indices, [column[batch.env_indices] for column in self._table.action])
             self._close(batch, batch.size, answered=True)
-        self._wake(batch.env_indices)
 
     def release(self, batch: Batch) -> None:
         """`Batch.release`."""
@@ -402,8 +394,8 @@ class Receiver:
             for episode in reversed(batch.episodes):
                 if episode.interrupted and episode.slot in held:  # to be told again with the record
                     cut = Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed)
-                    self._fleet.cuts.setdefault(episode.slot, []).insert(0, cut)
-                    self._last[episode.slot] = (episode.episode_return, episode.length)
+                    self._fleet.give_back_cut(episode.slot, cut)
+                    self._last[episode.slot] = (episode.episode_return, episode.length, episode.life)
             episodes = sum(episode.slot in held and not episode.interrupted for episode in batch.episodes)
             kinds = batch.step_type[np.isin(batch.env_indices, slots)]
             self.meter.batch_released(batch.size, batch._max_get, kinds, episodes)
@@ -421,17 +413,20 @@ class Receiver:
         )
 
     def _hand_over(self, slots: Array, arrays: Sequence[Array]) -> None:
-        """Stores actions and moves the slots LEASED -> ACTED.
+        """Stores actions, moves the slots LEASED -> ACTED and wakes their workers; the rest of the books can wait.
 
-        All bookkeeping comes before the state word: the next record may be there at once.
+        Only what `recv` counts with comes before the state word: the next record may be there at once.
         """
         self._leased -= slots.size
-        self._acted_ns[slots] = monotonic_ns()
+        self._begin_ns[slots] = monotonic_ns()
         self._loader.scatterer.write(slots, arrays)
         self._order_fence()  # actions, and our last reads of the rows, before the state
         if self._doomed:
             slots = self._bury(slots)
         self._state[slots] = _ACTED
+        owners = self._worker_of[slots].tolist()
+        for worker in set(owners) if len(owners) > 1 else owners:
+            self._wakers[worker]()
 
     def _bury(self, slots: Array) -> Array:
         """Drops the actions of slots whose env has ended; returns the others."""
@@ -451,10 +446,6 @@ class Receiver:
         if batch._left == 0:
             del self._unanswered[batch._serial]
             self.meter.batch_closed(monotonic_ns(), batch._taken_ns, answered)
-
-    def _wake(self, slots: Array) -> None:
-        for worker in set(self._worker_of[slots].tolist()):
-            self._wakers[worker]()
 
     # What the loader asks of its receivers.
 
@@ -483,7 +474,7 @@ class Receiver:
         """A new env will serve a slot that nobody served."""
         with self._lock:
             self._state[slot] = SlotState.STARTING
-            self._acted_ns[slot] = monotonic_ns()
+            self._begin_ns[slot] = monotonic_ns()
             self._last[slot] = -1.0
             self._alive += 1
 

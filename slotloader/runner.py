@@ -15,7 +15,7 @@ from slotloader import values
 from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factory, life_seed
 from slotloader.errors import SpecMismatch
 from slotloader.layout import INFO_BYTES
-from slotloader.signals import Signal, make_fence, make_order_fence
+from slotloader.signals import Signal, make_order_fence
 from slotloader.slots import SlotState, StepType, Table
 from slotloader.spaces import column_of, tree_of
 from slotloader.specs import Array, Tree, differences, leaves, show_value
@@ -62,13 +62,13 @@ class Publisher:
     and if it still wants more it begins another nap.
     """
 
-    def __init__(self, table: Table, wake: Sequence[Signal]) -> None:
+    def __init__(self, table: Table, wake: Sequence[Signal], fence: Callable[[], None]) -> None:
         self._state, self._states = table.state_words, table.state
         self._receiver, self._wanted = table.receiver_words, table.wanted_words
         self._first, self._end = table.first_slot_words, table.end_slot_words
         self._post = [signal.post for signal in wake]
         self._posted = [0] * len(self._post)  # the nap for which each receiver has been woken from here
-        self._fence, self.order_fence = make_fence(), make_order_fence()
+        self._fence, self.order_fence = fence, make_order_fence(fence)
 
     def publish(self, slot: int) -> None:
         """Hands the slot's finished rows to the trainer."""
@@ -270,12 +270,14 @@ class EnvRunner:
 
     def _recycle_if_due(self) -> None:
         if self._recycling_is_due():
+            self._enter_reset()  # building the new env is part of the reset, for `reset_timeout` too
             self.settle(self._close_env())
             self._build_again(self.life + 1)
             self.started = True
 
     async def _recycle_if_due_async(self) -> None:
         if self._recycling_is_due():
+            self._enter_reset()
             await _settle(self._close_env())
             self._build_again(self.life + 1)
             self.started = True
@@ -329,6 +331,12 @@ class EnvRunner:
         self._leave_reset(monotonic_ns())
         self.wants_reset = False
 
+    def _enter_reset(self) -> None:
+        self._reset_began = monotonic_ns()
+        if self._stride == 1:  # a spare resets behind the back of an env that is stepping: the words are that one's
+            self._begin_ns[self.slot] = self._reset_began
+            self._resetting[self.slot] = 1
+
     def _leave_reset(self, now: int) -> None:
         if self._stride == 1:
             self._begin_ns[self.slot] = now  # before the word below: nobody may take the reset's time for a step's
@@ -338,10 +346,7 @@ class EnvRunner:
 
     def _start_reset(self) -> Any:
         episode = self._episode + self._stride  # counted once the reset is done: an interrupted one is done again
-        self._reset_began = monotonic_ns()
-        if self._stride == 1:  # a spare resets behind the back of an env that is stepping: the words are that one's
-            self._begin_ns[self.slot] = self._reset_began
-            self._resetting[self.slot] = 1
+        self._enter_reset()
         self.phase = "reset"
         first_of_life = episode == self.spare
         seed = life_seed(self._options.seed, self.slot, self.life, self.spare) if first_of_life else None
@@ -385,6 +390,7 @@ class EnvRunner:
         self._ended = self._fresh = self.finished = False
         self._length, self._return = 0, 0.0
         table.life_words[slot], table.episode_words[slot] = self.life, self._episode
+        self._progress[3 * slot + 2] = self.life
         table.episode_seed_words[slot] = -1 if self._seed is None else self._seed
         self._publish(_FIRST, 0.0, monotonic_ns())
 
@@ -417,7 +423,8 @@ class EnvRunner:
         self._step_type[slot] = step_type
         self._reward[slot] = reward
         # Both numbers of the last record that was handed out must stay readable: the sign says whether it ended its episode.
-        self._progress[2 * slot], self._progress[2 * slot + 1] = self._return, self._length if step_type < 2 else -self._length
+        at = 3 * slot
+        self._progress[at], self._progress[at + 1] = self._return, self._length if step_type < 2 else -self._length
         self._tally.sequence += 1
         self._sequence_word[slot] = self._tally.sequence
         self._publish_ns[slot] = now

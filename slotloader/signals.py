@@ -1,7 +1,7 @@
 """Wake-ups and fences between the trainer and its workers.
 
 A wake-up is a hint, the state words are the truth: a lost or an extra post loses nothing, it costs at most one wait
-slice or one needless scan. Semaphores beat eventfd here (`docs/decisions/0002-semaphores.md`).
+slice or one needless scan. Why semaphores and not eventfd: `docs/decisions/0002-semaphores.md`.
 """
 
 from __future__ import annotations
@@ -132,8 +132,11 @@ def sweep() -> None:
                 continue
 
 
-def make_fence() -> Callable[[], None]:
+def make_fence(semaphore: posix_ipc.Semaphore | None = None) -> Callable[[], None]:
     """Makes a full memory barrier for the calling process: no load or store moves across a call, in either direction.
+
+    Args:
+      semaphore: the one to use, which no process that runs at the same time may use; default a new one.
 
     It is needed between a store and a later load of another word (Dekker: "my record is READY" before "is the receiver
     asleep?"). A plain numpy store is no barrier on any machine; an atomic release and acquire of a semaphore that nobody
@@ -147,8 +150,9 @@ def make_fence() -> Callable[[], None]:
                 pass
 
         return lock_fence
-    semaphore = create_semaphore()
-    semaphore.unlink()
+    if semaphore is None:
+        semaphore = create_semaphore()
+        semaphore.unlink()
     release, acquire = semaphore.release, semaphore.acquire
 
     def semaphore_fence() -> None:
@@ -158,14 +162,14 @@ def make_fence() -> Callable[[], None]:
     return semaphore_fence
 
 
-def make_order_fence() -> Callable[[], None]:
+def make_order_fence(fence: Callable[[], None]) -> Callable[[], None]:
     """Makes the weaker barrier between a payload and its state word: stores stay in order, and so do loads.
 
-    x86-64 promises exactly this by itself (Intel SDM vol. 3, 9.2.2), so there it does nothing.
+    x86-64 promises exactly this by itself (Intel SDM vol. 3, 9.2.2), so there it does nothing; elsewhere it is `fence`.
     """
     if platform.machine().lower() in ("x86_64", "amd64", "i686", "i386"):
         return _nothing
-    return make_fence()
+    return fence
 
 
 def _nothing() -> None:

@@ -63,7 +63,10 @@ LEGAL_MOVES: dict[str, frozenset[tuple[SlotState, SlotState]]] = {
         for target in (SlotState.STARTING, SlotState.PARKED, SlotState.DEAD)
         if source != target
     )
-    | {(SlotState.LEASED, SlotState.DEAD)},  # at its send, by the trainer's hand
+    | {
+        (SlotState.LEASED, SlotState.DEAD),  # at its send, by the trainer's hand
+        (SlotState.DEAD, SlotState.STARTING),  # a new env takes a slot that nobody has: `add_envs`
+    },
 }
 
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, version, num_slots, nbytes, digest

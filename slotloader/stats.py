@@ -302,7 +302,7 @@ def judge(
     3. it is not, and the slowest slot takes `STRAGGLER_RATIO` times the median slot's time per record: "straggler";
     4. it is busy for less than `BUSY_LOW`: "env-bound"; otherwise "balanced".
     """
-    slots = per_record.size
+    slots = max(int(np.count_nonzero(per_record)), 1)
     if env_steps < 2 * slots:
         return "starting", f"only {env_steps} env steps from {slots} slots so far: too few to say"
     shares = f"the policy holds a batch {busy:.0%} of the time, recv sleeps {waiting:.0%}"
@@ -311,7 +311,8 @@ def judge(
             f"{shares}; an answer takes {batch_to_action.mean * 1e3:.3g} ms and ready records wait "
             f"{obs_to_batch.mean * 1e3:.3g} ms: a faster policy or larger batches would help, more envs would not"
         )
-    worst, median = int(np.argmax(per_record)), float(np.median(per_record))
+    stepped = per_record[per_record > 0]  # reserved slots and lost ones have no say
+    worst, median = int(np.argmax(per_record)), float(np.median(stepped)) if stepped.size else 0.0
     if slots > 1 and median > 0 and per_record[worst] >= STRAGGLER_RATIO * median:
         return "straggler", (
             f"slot {worst} takes {per_record[worst] * 1e3:.3g} ms per record, resets included, against a median of "

@@ -19,7 +19,7 @@ from slotloader import slots, workers
 from slotloader.channel import Channel
 from slotloader.layout import MAX_RECEIVERS, Layout
 from slotloader.reports import Failed, shortened
-from slotloader.signals import SemaphoreSignal
+from slotloader.signals import SemaphoreSignal, make_fence
 
 
 class PickledSpaces:
@@ -39,7 +39,7 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
     Args:
       channel: the command socket; the first message is a pickled `WorkerConfig` in bytes, the second `(layout,)` with the
         region's descriptor.
-      semaphores: one per receiver, then one per worker.
+      semaphores: one per receiver, then per worker one to wake it and one for its fences.
     """
 
     def report(message: Any) -> None:
@@ -65,9 +65,11 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
                 early.append(message)
             table = slots.attach(message[0], fds[0])
             os.close(fds[0])
-            worker.attach(table, [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]])
+            receivers = [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]]
+            wake, fence = semaphores[MAX_RECEIVERS:][config.index :: (len(semaphores) - MAX_RECEIVERS) // 2]
+            worker.attach(table, receivers, make_fence(fence))
             worker.run(
-                SemaphoreSignal(semaphores[MAX_RECEIVERS + config.index]),
+                SemaphoreSignal(wake),
                 lambda: early.popleft() if early else _next_command(channel),
             )
         else:

@@ -23,6 +23,7 @@ from slotloader.slots import SlotState, Table
 
 _STARTING, _ACTED, _WRITING = int(SlotState.STARTING), int(SlotState.ACTED), int(SlotState.WRITING)
 _IDLE_WAIT = 1.0
+_REST_WAIT = 0.005  # seconds between looks whether the lanes of a paused worker have come to rest
 
 Report = Callable[[Any], None]
 
@@ -96,11 +97,11 @@ class Worker:
         )
         return True
 
-    def attach(self, table: Table, wake: Sequence[Signal]) -> None:
-        """Binds the envs to the table; `wake` has one signal per receiver."""
+    def attach(self, table: Table, wake: Sequence[Signal], fence: Callable[[], None]) -> None:
+        """Binds the envs to the table; `wake` has one signal per receiver, `fence` is this process's own."""
         self._table = table
         self._states = table.state_words
-        publisher = Publisher(table, wake)
+        publisher = Publisher(table, wake, fence)
         for runner in self.everyone():
             runner.attach(table, publisher)
 
@@ -198,14 +199,21 @@ class Worker:
                 commands[index] = 0
                 self.obey(receive)
             if paused[index]:
-                resting[index] = paused[index]
-                signal.wait(_IDLE_WAIT)
+                if self.is_at_rest():
+                    resting[index] = paused[index]
+                    signal.wait(_IDLE_WAIT)
+                else:
+                    signal.wait(_REST_WAIT)
                 continue
             served = self.serve()
             # First resets are due between two passes; later ones only when no sibling has an action.
             if ((self.unstarted or not served) and self.reset_one()) or served:
                 continue
             signal.wait(_IDLE_WAIT)
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing runs beside the calling thread."""
+        return True
 
     def obey(self, receive: Callable[[], Any]) -> None:
         """Carries out every command that waits."""
@@ -282,6 +290,8 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._put = self._done = 0
+        self._putting = threading.Lock()  # control calls come from threads of their own
         self.thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self.thread.start()
 
@@ -289,10 +299,17 @@ class Lane:
         while (function := self._work.get()) is not None:
             with contextlib.suppress(Exception, SystemExit):  # functions report by themselves; the lane must not end
                 function()
+            self._done += 1
 
     def put(self, function: Callable[[], None]) -> None:
         """Queues a function that does not raise."""
+        with self._putting:
+            self._put += 1
         self._work.put(function)
+
+    def is_busy(self) -> bool:
+        """Whether something runs or waits to run."""
+        return self._done != self._put
 
     def result_of(self, function: Callable[[], Any]) -> Any:
         """Runs `function` in the lane and waits for its result or exception."""
@@ -334,6 +351,10 @@ class ThreadedWorker(Worker):
     def _revive(self, runner: EnvRunner) -> None:
         runner.started = True
         self._lanes[runner].put(partial(self._first_record, runner))
+
+    def is_at_rest(self) -> bool:
+        """See `Worker.is_at_rest`."""
+        return not any(lane.is_busy() for lane in self._lanes.values())
 
     def obey(self, receive: Callable[[], Any]) -> None:
         """See `Worker.obey`. A command waits for the lanes of its envs, and the other envs must not wait for it."""

@@ -45,7 +45,8 @@ def test_only_the_fleet_makes_a_slot_starting_parked_or_dead() -> None:
 def test_the_fleet_takes_no_record_away_and_wakes_no_dead_slot() -> None:
     """A READY record is still delivered, a LEASED row is untouched until its `send`, DEAD is for good."""
     fleet = LEGAL_MOVES["fleet"]
-    assert not [move for move in fleet if move[0] in (S.READY, S.DEAD)]
+    assert not [move for move in fleet if move[0] == S.READY]
+    assert [move for move in fleet if move[0] == S.DEAD] == [(S.DEAD, S.STARTING)], "only add_envs wakes a dead slot"
     assert [move for move in fleet if move[0] == S.LEASED] == [(S.LEASED, S.DEAD)]
 
 
