@@ -403,7 +403,7 @@ class SlotLoader:
 
     def stats(self) -> figures.Stats:
         """Health figures since the start or the last `reset_stats`; `print(loader.stats())` for a table."""
-        return figures.snapshot(self.table, [receiver.meter for receiver in self._receivers], self.fleet.restarts)
+        return figures.snapshot(self.table, [receiver.current_meter() for receiver in self._receivers], self.fleet.restarts)
 
     def reset_stats(self) -> None:
         """Starts the figures anew; per-slot times go on."""
@@ -413,7 +413,7 @@ class SlotLoader:
 
     def _keep_totals(self) -> None:
         """Adds what the meters have counted to the totals of the run, before they start anew."""
-        self._env_steps += sum(receiver.meter.env_steps for receiver in self._receivers)
+        self._env_steps += sum(receiver.current_meter().env_steps for receiver in self._receivers)
         self._episodes += sum(receiver.meter.episodes for receiver in self._receivers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -443,7 +443,7 @@ class SlotLoader:
             if state.get(key) != value:
                 raise ValueError(f"state_dict: expected {key}={value!r}, found {state.get(key)!r}")
         receiver = self._main
-        if receiver.retired or receiver.meter.batches:
+        if receiver.retired or receiver.current_meter().batches:
             raise SlotLoaderError("load_state_dict: expected a loader that has not received yet; call it first")
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
         batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.limits.start_timeout)

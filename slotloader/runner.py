@@ -406,17 +406,21 @@ class EnvRunner:
             self._write_info(info)
         self._length += 1
         self._return += reward
-        slot, tally = self.slot, self._tally
-        tally.steps += 1
-        tally.step_ns += now - begin
-        self._steps_word[slot], self._step_ns_word[slot] = tally.steps, tally.step_ns
         if terminated or truncated:
+            self._count_step(now - begin)
             self._ended = self.wants_reset = self.finished = True
             self._write_last_info(info)
             step_type = int(StepType.TERMINATION if terminated else StepType.TRUNCATION)
             self._publish(step_type, reward, now)
         else:
             self._publish(_MID, reward, now)
+            self._count_step(now - begin)  # while the trainer is being woken
+
+    def _count_step(self, duration: int) -> None:
+        slot, tally = self.slot, self._tally
+        tally.steps += 1
+        tally.step_ns += duration
+        self._steps_word[slot], self._step_ns_word[slot] = tally.steps, tally.step_ns
 
     def _publish(self, step_type: int, reward: float, now: int) -> None:
         slot = self.slot
