@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import selectors
@@ -30,7 +31,7 @@ from slotloader.signals import SemaphoreSignal, create_semaphore, sweep
 from slotloader.supervision import Limits
 from slotloader.workers import WorkerConfig
 
-_BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from slotloader.nursery import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from slotloader.nursery import main; main()"
 _BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DESCRIPTORS_PER_WORKER = 1  # its command socket; one more while it is started
 _DESCRIPTORS_OF_FLEET = 12
@@ -144,9 +145,9 @@ class ProcessFleet(Fleet):
         with theirs:
             self._mark = f"{os.getpid()}-{os.urandom(8).hex()}"
             environment = {**dict.fromkeys(_BLAS_LIMITS, "1"), **os.environ, _MARK: self._mark}
-            root = str(Path(__file__).resolve().parents[1])
+            path = [str(Path(__file__).resolve().parents[1]), *(entry or os.getcwd() for entry in sys.path)]
             self._nursery = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), root],
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), json.dumps(path)],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -157,8 +158,7 @@ class ProcessFleet(Fleet):
         self._semaphores: list[Any] = []
         try:
             self._create_semaphores()
-            path = [entry or os.getcwd() for entry in sys.path]
-            self._control.send(("setup", path, self._helpful + self._preload, [s.name for s in self._semaphores]))
+            self._control.send(("setup", path[1:], self._helpful + self._preload, [s.name for s in self._semaphores]))
             for config in self.configs:
                 self._spawn(config)
             self._watcher = threading.Thread(target=self._watch, name="slotloader-watch", daemon=True)
@@ -396,6 +396,10 @@ class ProcessFleet(Fleet):
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        if not self._pids:  # it ended before it had forked anybody
+            why = f"the loader's nursery process ended with status {self._nursery.wait() if self._nursery else '?'}; see stderr"
+            for worker in [worker for worker in self._channels if worker not in self._gone]:
+                self.deliver(Died(worker, self.slots_of(worker), 0, 1, why, note="nothing can be started without it"))
         _kill_marked(self._mark)  # helpers of envs in sessions of their own
         for worker, pid in list(self._pids.items()):
             self._channels[worker].socket.settimeout(2.0)
