@@ -111,14 +111,17 @@ def slotloader(workload: str, warmup: float, window: float, **settings: Any) -> 
 
     spec = WORKLOADS[workload]
     actions = np.zeros(spec.num_envs, np.int64)
-    with Ledger(spec.num_envs) as ledger, SlotLoader(ledger.factories(spec), seed=0, **settings) as loader:
+    per_slot = settings.get("spares", 0) + 1
+    with Ledger(spec.num_envs * per_slot) as ledger:
+        factories = ledger.rotating_factories(spec, per_slot) if per_slot > 1 else ledger.factories(spec)
+        with SlotLoader(factories, seed=0, **settings) as loader:
+            return measure(ledger, lambda: _turn(loader, actions), warmup, window)
 
-        def advance() -> None:
-            batch = loader.recv()
-            batch.obs  # noqa: B018  the gather is part of the figure
-            batch.send(actions[: len(batch.env_indices)])
 
-        return measure(ledger, advance, warmup, window)
+def _turn(loader: Any, actions: Any) -> None:
+    batch = loader.recv()
+    batch.obs  # noqa: B018  the gather is part of the figure
+    batch.send(actions[: len(batch.env_indices)])
 
 
 def gymnasium_async(workload: str, warmup: float, window: float, **settings: Any) -> Figures:

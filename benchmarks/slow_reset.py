@@ -3,7 +3,7 @@
 Workload: 32 environments, 1 ms step, 200 ms reset every 200 steps.
 Contenders: raw (the same environments free-running), SlotLoader, gymnasium AsyncVectorEnv, SB3 SubprocVecEnv, TorchRL
 AsyncEnvPool(exchange="shm") and ParallelEnv; one process per environment for all.
-Bar: SlotLoader at least 0.90 of raw.
+Bars: SlotLoader at least 0.90 of raw; with one warm spare per slot, whose resets run beside the steps, at least 1.4 of raw.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from benchmarks.contenders import OURS, RAW, case, peer_cases, raw, slotloader
 from benchmarks.harness import Check, parse_arguments, ratio, report, run_cases
 
 WORKLOAD = "slow reset"
+SPARES = f"{OURS} spares=1"
 
 
 def main() -> None:
@@ -20,11 +21,14 @@ def main() -> None:
     cases = [
         case(RAW, raw, WORKLOAD, time_s, num_workers=32),
         case(OURS, slotloader, WORKLOAD, time_s, num_workers=32, min_get=1, timeout=0.0),
+        case(SPARES, slotloader, WORKLOAD, time_s, num_workers=32, min_get=1, timeout=0.0, spares=1),
         *peer_cases(WORKLOAD, time_s),
     ]
     outcomes = run_cases(cases, options)
-    value = ratio(outcomes, "steps_per_s", (WORKLOAD, OURS), (WORKLOAD, RAW))
-    checks = [Check(f"{WORKLOAD}: {OURS} / {RAW}", value, 0.90)]
+    checks = []
+    for ours, bar in ((OURS, 0.90), (SPARES, 1.4)):
+        value = ratio(outcomes, "steps_per_s", (WORKLOAD, ours), (WORKLOAD, RAW))
+        checks.append(Check(f"{WORKLOAD}: {ours} / {RAW}", value, bar))
     report("slow_reset", outcomes, checks, [("env steps/s", "steps_per_s", ",.0f")], options)
 
 

@@ -115,6 +115,19 @@ class BenchEnv(gymnasium.Env[NDArray[Any], np.int64]):
         row[MARKS] = marks + 1  # last: the reader takes only what stands before this count
 
 
+class RotatingFactory:
+    """Makes the environments of one slot, main one and spares, each with a row of the ledger to itself."""
+
+    def __init__(self, workload: Workload, slot: int, path: str, per_slot: int) -> None:
+        self._workload, self._slot, self._path, self._per_slot = workload, slot, path, per_slot
+        self._made = 0
+
+    def __call__(self) -> BenchEnv:
+        row = self._slot * self._per_slot + self._made % self._per_slot
+        self._made += 1
+        return BenchEnv(self._workload, row, self._path)
+
+
 class Ledger:
     """The counts of all environments of one run, in a file that every process maps; use it as a context manager."""
 
@@ -133,6 +146,10 @@ class Ledger:
     def factories(self, workload: Workload) -> list[Callable[[], BenchEnv]]:
         """Returns one factory per environment, each bound to its row."""
         return [partial(BenchEnv, workload, index, self.path) for index in range(workload.num_envs)]
+
+    def rotating_factories(self, workload: Workload, per_slot: int) -> list[Callable[[], BenchEnv]]:
+        """Returns one factory per slot that makes `per_slot` environments; the ledger needs a row for each of them."""
+        return [RotatingFactory(workload, slot, self.path, per_slot) for slot in range(workload.num_envs)]
 
     @property
     def steps(self) -> int:
