@@ -285,6 +285,11 @@ class Batch:
         """Int64 (N,): the slots that have not been answered."""
         return self.env_indices if self._open is None else self._open
 
+    def set_open(self, slots: Array) -> None:
+        """Says which slots are still unanswered, after an interrupt; called under the receiver's lock."""
+        if slots.size != self._left:
+            self._open, self._left = slots, slots.size
+
     def close_slots(self, answered: Array) -> None:
         """Takes slots out of `open_slots`, bool (N,); called under the receiver's lock."""
         self._open = np.asarray(self.open_slots()[~answered])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -82,6 +83,9 @@ class SlotLoader:
       OSError: too little memory, with needed and free bytes.
     """
 
+    closed = True  # until something runs: __del__ must not warn about a constructor that failed
+    why_closed = "this loader was closed; build a new SlotLoader"
+
     def __init__(
         self,
         envs: Any,
@@ -115,7 +119,6 @@ class SlotLoader:
         recycle_after: int | None = None,
         capacity: int | None = None,
     ) -> None:
-        self.closed = True  # until something runs: __del__ must not warn about a constructor that failed
         factories = env_sources.factories(envs, num_envs, env_kwargs)
         self._request = (min_get, max_get, timeout, stall_timeout)
         if capacity is not None:
@@ -133,6 +136,10 @@ class SlotLoader:
             if spares:
                 raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
         self.limits = Limits(on_failure, max_restarts, restart_window, start_timeout, step_timeout, reset_timeout)
+        if on_reset is not None and not callable(on_reset):
+            raise TypeError(f"on_reset: expected a function of an EpisodeKey, found {on_reset!r}")
+        if not isinstance(info or {}, Mapping):
+            raise TypeError(f'info: expected columns by name, e.g. {{"success": np.bool_}}, found {info!r}')
         for name, declared in (info or {}).items():
             column_of(name, declared, max_bytes)  # a wrong one shows here, before anything runs
         options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check, spares, recycle_after)
@@ -172,6 +179,7 @@ class SlotLoader:
             raise
         self._closing = threading.RLock()  # a signal handler may close while `close` runs
         self._finalizer = weakref.finalize(self, _stop_forgotten, self.fleet)
+        _open_loaders.add(self)
 
     # Receiving and sending: the receiver does it.
 
@@ -198,11 +206,11 @@ class SlotLoader:
 
     def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator:
         """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
-        return BoundedIterator(self._main, env_steps, "env steps", progress)
+        return self._main.steps(env_steps, progress)
 
     def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator:
         """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
-        return BoundedIterator(self._main, episodes, "episodes", progress)
+        return self._main.episodes(episodes, progress)
 
     @property
     def unanswered(self) -> list[Batch]:
@@ -292,7 +300,9 @@ class SlotLoader:
         self._command("set_attr", chosen, None, name, dict(zip(chosen, per_slot, strict=True)))
 
     def _checked_slots(self, slots: Sequence[int] | None) -> list[int]:
-        chosen = list(range(self.num_slots)) if slots is None else [int(slot) for slot in slots]
+        if slots is None:
+            slots = range(self.num_slots)
+        chosen = [int(slot) for slot in ([slots] if isinstance(slots, (int, np.integer)) else slots)]
         wrong = [slot for slot in chosen if not 0 <= slot < self.num_slots]
         if wrong:
             raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, found {wrong[:8]}")
@@ -300,7 +310,7 @@ class SlotLoader:
 
     def _command(self, verb: str, slots: Sequence[int] | None, timeout: float | None, *args: Any) -> list[Any]:
         if self.closed:
-            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+            raise LoaderClosed(self.why_closed)
         chosen = self._checked_slots(slots)
         results = self.fleet.command(verb, chosen, *args, timeout=timeout)
         return [results[slot] for slot in chosen]
@@ -323,7 +333,7 @@ class SlotLoader:
           ValueError: not enough free slots.
         """
         if self.closed:
-            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+            raise LoaderClosed(self.why_closed)
         if self.backend == "inline":
             raise SlotLoaderError("add_envs: expected backend='process' or 'thread', found 'inline'")
         factories = env_sources.factories(envs, num_envs, env_kwargs)
@@ -438,6 +448,8 @@ class SlotLoader:
           ValueError: the state is of another number of slots or another seed.
           SlotLoaderError: records have been received already.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state_dict: expected what state_dict() returned, found {state!r:.80}")
         expected = {"version": 1, "num_slots": self.num_slots, "seed": self.seed}
         for key, value in expected.items():
             if state.get(key) != value:
@@ -487,7 +499,7 @@ class SlotLoader:
 
     def __enter__(self) -> SlotLoader:
         if self.closed:
-            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+            raise LoaderClosed(self.why_closed)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -504,6 +516,21 @@ class SlotLoader:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"SlotLoader({self.num_slots} slots, {len(self.fleet.configs)} workers, backend={self.backend!r}, {state})"
+
+
+_open_loaders: weakref.WeakSet[SlotLoader] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the loaders stay the parent's; the child must neither use nor stop them."""
+    for loader in list(_open_loaders):
+        loader.closed = True
+        loader.why_closed = "this loader belongs to the process that this one was forked from; build one here"
+        loader._finalizer.detach()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _stop_forgotten(fleet: Fleet) -> None:

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import posix_ipc  # noqa: F401  where it does not exist this module must not import: the loader then says so
 
-from slotloader import slots
+from slotloader import pickling, slots
 from slotloader.channel import Channel
 from slotloader.errors import SlotLoaderError
 from slotloader.fleet import Fleet
@@ -53,7 +52,7 @@ def pickle_factories(configs: Sequence[WorkerConfig]) -> list[bytes]:
             if factory is None or id(factory) in sound:
                 continue
             try:
-                cloudpickle.dumps(factory)
+                pickling.dumps(factory)
             except Exception as error:
                 raise TypeError(
                     f"envs[{config.first_slot + at}]: expected a factory that can be pickled for its worker process, found "
@@ -61,7 +60,14 @@ def pickle_factories(configs: Sequence[WorkerConfig]) -> list[bytes]:
                     'or use backend="thread"'
                 ) from error
             sound.add(id(factory))
-    return [cloudpickle.dumps(config) for config in configs]
+        try:
+            pickling.dumps(config.options)
+        except Exception as error:
+            raise TypeError(
+                f"on_reset, info or max_bytes: expected what can be pickled for the workers, found {type(error).__name__}: "
+                f"{error}; create locks, files and connections inside the function"
+            ) from error
+    return [pickling.dumps(config) for config in configs]
 
 
 def _require_descriptors(workers: int) -> None:
@@ -268,7 +274,7 @@ class ProcessFleet(Fleet):
         super().remove(slots, timeout)
         for index in {int(self.table.owner[slot]) for slot in slots}:
             if self.slots_of(index):
-                self._payloads[index] = cloudpickle.dumps(self.configs[index])
+                self._payloads[index] = pickling.dumps(self.configs[index])
 
     def wakers(self) -> list[Callable[[], None]]:
         """See `Fleet.wakers`."""

@@ -6,6 +6,7 @@ and their bookkeeping; no lock is held while it waits.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from slotloader.batches import Batch, Episode
 from slotloader.errors import ActionError, FleetStalled, LeaseExpired, LoaderClosed, SlotLoaderError
 from slotloader.fleet import Cut
 from slotloader.former import Request, Wait
+from slotloader.progress import BoundedIterator
 from slotloader.signals import SLICE, make_fence, make_order_fence
 from slotloader.slots import SlotState
 from slotloader.specs import Array, Tree, build, leaves
@@ -61,7 +63,7 @@ class Receiver:
         self.gather_observation = loader.gatherers[0]
         self.gather_info, self.gather_action = loader.gatherers[1], loader.gatherers[2]
         self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
-        self._receiving = threading.Lock()  # held by the one `recv` that runs
+        self._consumer: dict[str, int] = {}  # the thread whose `recv` runs; setdefault on a dict is atomic
         # `progress` of the last record handed out, and the same rows as opaque bytes: numpy copies those four times faster.
         self._last = np.full((table.num_slots, 3), -1.0)  # no episode is open
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
@@ -116,6 +118,8 @@ class Receiver:
             request = self.request
         else:
             default = self.request
+            if min_get is None:
+                raise ValueError("min_get: expected an integer of at least 1, found None")
             if max_get is DEFAULT:  # a min_get of its own above the loader's max_get asks for that many
                 max_get = default.max_get if min_get is DEFAULT else max(default.max_get, min_get)
             request = Request.checked(
@@ -125,20 +129,27 @@ class Receiver:
                 default.stall_timeout if stall_timeout is DEFAULT else stall_timeout,
                 self._end - self._first,
             )
-        if not self._receiving.acquire(blocking=False):
+        self._enter()
+        try:
+            return self._receive(request)
+        except BaseException:
+            self._repair()
+            raise
+        finally:
+            self._consumer.clear()
+
+    def _enter(self) -> None:
+        """Claims the one place of a consumer; a claim that Ctrl-C left behind is the same thread's to take again."""
+        me = threading.get_ident()
+        if self._consumer.setdefault("thread", me) != me:
             raise SlotLoaderError(
                 "recv is already running in another thread: a loader has one consumer; for several, use loader.split(n)"
             )
-        try:
-            return self._receive(request)
-        finally:
-            self._receiving.release()
 
     def poll(self) -> Batch | None:
         """Returns the ready records, at most `max_get`, at once; None if there are none."""
         request = Request(1, self.request.max_get, 0, None)
-        if not self._receiving.acquire(blocking=False):
-            raise SlotLoaderError("recv is already running in another thread; for several consumers use loader.split(n)")
+        self._enter()
         try:
             self._require_open()
             ready = self._ready()
@@ -148,8 +159,11 @@ class Receiver:
             if self._fleet.events:
                 self._loader.raise_events()
             return self._take(ready, request) if ready.size else None
+        except BaseException:
+            self._repair()
+            raise
         finally:
-            self._receiving.release()
+            self._consumer.clear()
 
     def _receive(self, request: Request) -> Batch:
         start = changed = monotonic_ns()
@@ -231,7 +245,7 @@ class Receiver:
 
     def _require_open(self) -> None:
         if self._loader.closed:
-            raise LoaderClosed("this loader was closed; build a new SlotLoader")
+            raise LoaderClosed(self._loader.why_closed)
         if self.retired:
             raise SlotLoaderError("this loader was split: receive from the receivers that loader.split(n) returned")
 
@@ -243,7 +257,7 @@ class Receiver:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"min_get={request.min_get} exceeds {self._alive}, the number of slots that are left; it is lowered",
+                    f"min_get={request.min_get} is more than the {self._alive} slots that are left; it is lowered",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -367,7 +381,7 @@ class Receiver:
             repeated = [slot for slot, count in zip(*np.unique(slots, return_counts=True), strict=True) if count > 1]
             raise ActionError(f"env_indices: expected each slot once, found repeated {[int(s) for s in repeated[:8]]}")
         arrays = self._loader.scatterer.check(actions, slots.size)
-        with self._lock:
+        with self._moving():
             free = slots[self._state[slots] != _LEASED]
             if free.size:
                 raise ActionError(
@@ -386,10 +400,14 @@ class Receiver:
         slots = batch.env_indices
         self._require_unanswered(batch)
         arrays = self._loader.scatterer.check(actions, slots.size)
-        with self._lock:
-            self._require_unanswered(batch)
-            self._hand_over(slots, arrays)
-            self._close(batch, slots.size, answered=True)
+        try:  # spelled out: this is the hot path
+            with self._lock:
+                self._require_unanswered(batch)
+                self._hand_over(slots, arrays)
+                self._close(batch, slots.size, answered=True)
+        except BaseException:
+            self._repair()
+            raise
 
     def pass_over(self, batch: Batch) -> None:
         """Answers a batch whose actions will be discarded, with the rows as they are."""
@@ -399,7 +417,7 @@ class Receiver:
 
     def release(self, batch: Batch) -> None:
         """`Batch.release`."""
-        with self._lock:
+        with self._moving():
             slots = batch.open_slots() if batch._left else batch.env_indices[:0]
             if slots.size == 0:
                 return
@@ -418,6 +436,37 @@ class Receiver:
             kinds = batch.step_type[np.isin(batch.env_indices, slots)]
             self.meter.batch_released(batch.size, batch._max_get, kinds, episodes)
         self._signal.post()  # a recv in another thread may be waiting for just these
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Holds the lock while slots are moved; Ctrl-C in the middle leaves books that fit the states."""
+        try:
+            with self._lock:
+                yield
+        except BaseException:
+            self._repair()
+            raise
+
+    def _repair(self) -> None:
+        """Makes the books fit the state words after Ctrl-C has struck between two of their stores.
+
+        Slots that were leased for a batch which nobody got are ready again; batches keep the slots that are still leased.
+        """
+        with self._lock:
+            self._keep_books()
+            held: set[int] = set()
+            for serial, batch in list(self._unanswered.items()):
+                still = batch.env_indices[self._state[batch.env_indices] == _LEASED]
+                batch.set_open(still)
+                held.update(still.tolist())
+                if still.size == 0:
+                    del self._unanswered[serial]
+            leased = np.flatnonzero(self._states == _LEASED) + self._first
+            self._state[[slot for slot in leased.tolist() if slot not in held]] = _READY
+            self._leased = len(held)
+            self.meter.set_open(len(self._unanswered), monotonic_ns())
+        for wake in self._wakers:  # an action may have been stored and its worker not woken
+            wake()
 
     def _require_unanswered(self, batch: Batch) -> None:
         if batch._left == batch.size:
@@ -520,6 +569,14 @@ class Receiver:
             view.flags.writeable = False
             views.append(view)
         return _tree_of_columns(tree, views), []
+
+    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator:
+        """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
+        return BoundedIterator(self, env_steps, "env steps", progress)
+
+    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator:
+        """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
+        return BoundedIterator(self, episodes, "episodes", progress)
 
     @property
     def unanswered(self) -> list[Batch]:

@@ -499,7 +499,8 @@ def _fit_reward(reward: Any) -> float:
         return 0.0
     number = np.asarray(reward)
     if number.shape != () or number.dtype.kind not in "biuf":
-        raise SpecMismatch(f"reward: expected a number, found {show_value(reward)}")
+        remedy = "; use reward.item()" if number.size == 1 else ""
+        raise SpecMismatch(f"reward: expected a number, found {show_value(reward)}{remedy}")
     value = float(number)
     if math.isfinite(value) and abs(value) > _FLOAT32_MAX:
         raise SpecMismatch(f"reward: expected a number that float32 can hold, found {value}")

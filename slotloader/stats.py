@@ -24,6 +24,7 @@ _BUCKETS = 64 * _SUB
 BUSY_HIGH = 0.80  # the consumer holds an unanswered batch for this share or more: inference-bound
 BUSY_LOW = 0.50  # for less than this: env-bound
 STRAGGLER_RATIO = 3.0  # the slowest slot against the median slot
+STRAGGLER_FLOOR = 0.001  # seconds per record below which no slot is called slow
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,14 @@ class Meter:
             self.fill -= size / max_get
             self.partial -= size < max_get
 
+    def set_open(self, batches: int, now: int) -> None:
+        """Says how many batches are unanswered, after an interrupt."""
+        if self._open and not batches:
+            self._busy_ns += now - self._busy_since
+        elif batches and not self._open:
+            self._busy_since = now
+        self._open = batches
+
     def adopt_open(self, batches: int) -> None:
         """Takes over batches that are unanswered when the figures start anew."""
         self._open, self._busy_since = batches, self.start_ns
@@ -299,7 +308,8 @@ def judge(
 
     1. fewer than two steps per slot: "starting";
     2. the consumer is busy for `BUSY_HIGH` or more: "inference-bound";
-    3. it is not, and the slowest slot takes `STRAGGLER_RATIO` times the median slot's time per record: "straggler";
+    3. it is not, and the slowest slot takes `STRAGGLER_RATIO` times the median slot's time per record,
+       and at least `STRAGGLER_FLOOR`: "straggler";
     4. it is busy for less than `BUSY_LOW`: "env-bound"; otherwise "balanced".
     """
     slots = max(int(np.count_nonzero(per_record)), 1)
@@ -313,7 +323,7 @@ def judge(
         )
     stepped = per_record[per_record > 0]  # reserved slots and lost ones have no say
     worst, median = int(np.argmax(per_record)), float(np.median(stepped)) if stepped.size else 0.0
-    if slots > 1 and median > 0 and per_record[worst] >= STRAGGLER_RATIO * median:
+    if slots > 1 and median > 0 and per_record[worst] >= max(STRAGGLER_RATIO * median, STRAGGLER_FLOOR):
         return "straggler", (
             f"slot {worst} takes {per_record[worst] * 1e3:.3g} ms per record, resets included, against a median of "
             f"{median * 1e3:.3g} ms: keep min_get below the number of slots, or speed that env up; {shares}"

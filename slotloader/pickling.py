@@ -1,0 +1,30 @@
+"""Pickling of what travels to workers by value: lambdas, closures, classes of `__main__`."""
+
+from __future__ import annotations
+
+import collections
+import io
+import types
+from typing import Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as internals
+
+_PLACEHOLDER = "<dynamic-code>"
+
+
+def _reduce_code(code: types.CodeType) -> Any:
+    """As cloudpickle does it, but with the file's name: a traceback in a worker should point to the user's own line."""
+    rebuild, arguments = internals._code_reduce(code)
+    return rebuild, tuple(code.co_filename if argument == _PLACEHOLDER else argument for argument in arguments)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = collections.ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles `value`; raises whatever the part that cannot travel raises."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
