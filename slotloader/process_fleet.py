@@ -26,7 +26,7 @@ from slotloader.errors import SlotLoaderError
 from slotloader.fleet import Fleet
 from slotloader.layout import MAX_RECEIVERS, Layout
 from slotloader.reports import Died
-from slotloader.signals import SemaphoreSignal, create_semaphore, sweep
+from slotloader.signals import GuardedSignal, SemaphoreSignal, create_semaphore, sweep
 from slotloader.supervision import Limits
 from slotloader.workers import WorkerConfig
 
@@ -190,7 +190,7 @@ class ProcessFleet(Fleet):
                 f"({error}); free some of it or mount it larger",
             ) from error
         ends = MAX_RECEIVERS, MAX_RECEIVERS + self.max_workers
-        self.signals = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[: ends[0]]]
+        self.signals = [GuardedSignal(semaphore) for semaphore in self._semaphores[: ends[0]]]
         self._wake = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[ends[0] : ends[1]]]
 
     def _spawn(self, config: WorkerConfig) -> None:

@@ -10,6 +10,7 @@ import functools
 import os
 import platform
 import queue
+import signal
 import sys
 import threading
 import time
@@ -57,6 +58,34 @@ class SemaphoreSignal:
         except posix_ipc.SignalError:  # a handled signal ended the wait; KeyboardInterrupt has been raised already
             return False
         return True
+
+
+class GuardedSignal(SemaphoreSignal):
+    """The trainer's wait: an exception that a user's signal handler raises comes out of it.
+
+    posix_ipc runs handlers in mid-wait and then replaces whatever they raised, but for KeyboardInterrupt, by SignalError. So
+    the main thread blocks the signals that people handle while it waits; their handlers run when the slice is over.
+    """
+
+    def wait(self, timeout: float) -> bool:
+        """See `Signal.wait`."""
+        if threading.get_ident() != _MAIN_THREAD:  # handlers run in the main thread only
+            return super().wait(timeout)
+        before = None
+        try:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+            return super().wait(timeout)
+        finally:
+            if before is None:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+            else:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_MAIN_THREAD = threading.main_thread().ident
+_HANDLED = frozenset(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCONT") if hasattr(signal, name)
+)
 
 
 def _poll(semaphore: posix_ipc.Semaphore, timeout: float) -> None:
