@@ -200,9 +200,9 @@ class ProcessFleet(Fleet):
         channel = Channel(ours)
         affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
         lives = [self.lives[config.first_slot + at] for at in range(len(config.factories))]
-        channel.send((config.first_slot, config.index, self._payloads[config.index], affinity, lives))
         self._channels[config.index] = channel
         self._selector.register(ours, selectors.EVENT_READ, config.index)
+        channel.send((config.first_slot, config.index, self._payloads[config.index], affinity, lives))
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + self.limits.start_timeout
@@ -254,17 +254,22 @@ class ProcessFleet(Fleet):
     def respawn(self, worker: int) -> None:
         """See `Fleet.respawn`."""
         config = self.configs[worker]
-        self._channels.pop(worker).close()
+        self._drop_channel(worker)
         self._gone.discard(worker)
         with contextlib.suppress(EOFError):  # the nursery has ended, which is reported by itself
             self._spawn(config)
         self._start_by[worker] = time.monotonic() + self.limits.start_timeout
 
+    def _drop_channel(self, worker: int) -> None:
+        channel = self._channels.pop(worker, None)
+        if channel is not None:
+            self._forget(channel.socket)  # before its number can be given to another socket
+            channel.close()
+
     def start_worker(self, config: WorkerConfig) -> None:
         """See `Fleet.start_worker`."""
         (self._payloads[config.index],) = pickle_factories([config])
-        if config.index in self._channels:
-            self._channels.pop(config.index).close()
+        self._drop_channel(config.index)
         self._start_by[config.index] = time.monotonic() + self.limits.start_timeout
         with contextlib.suppress(EOFError):
             self._spawn(config)
@@ -311,6 +316,15 @@ class ProcessFleet(Fleet):
     # The watching thread: turns what arrives into reports.
 
     def _watch(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # a mistake of ours must not leave everybody waiting for ever
+            why = f"the thread that watches the workers has failed: {type(error).__name__}: {error}"
+            for worker in self._channels:
+                self.deliver(Died(worker, self.slots_of(worker), self._pids.get(worker, 0), 1, why, note="nothing is watched"))
+            raise
+
+    def _listen(self) -> None:
         limits = self.limits
         watches = limits.step_timeout is not None or limits.reset_timeout is not None
         while True:

@@ -64,12 +64,22 @@ class GuardedSignal(SemaphoreSignal):
     """The trainer's wait: an exception that a user's signal handler raises comes out of it.
 
     posix_ipc runs handlers in mid-wait and then replaces whatever they raised, but for KeyboardInterrupt, by SignalError. So
-    the main thread blocks the signals that people handle while it waits; their handlers run when the slice is over.
+    the main thread blocks the signals that have handlers while it waits; these run when the slice is over. Whether there are
+    any is asked anew every `SLICE`: blocking takes some us.
     """
+
+    def __init__(self, semaphore: posix_ipc.Semaphore) -> None:
+        super().__init__(semaphore)
+        self._handled = False
+        self._ask_again = 0.0
 
     def wait(self, timeout: float) -> bool:
         """See `Signal.wait`."""
-        if threading.get_ident() != _MAIN_THREAD:  # handlers run in the main thread only
+        now = time.monotonic()
+        if now >= self._ask_again:
+            self._ask_again = now + SLICE
+            self._handled = any(callable(signal.getsignal(number)) for number in _HANDLED)
+        if not self._handled or threading.get_ident() != _MAIN_THREAD:  # handlers run in the main thread only
             return super().wait(timeout)
         before = None
         try:
