@@ -16,8 +16,8 @@ PACKAGE = Path(slotloader.__file__).parent
 CHECKOUT = Path(__file__).parents[1]
 
 ORDER = (
-    "errors", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats", "channel", "pickling", "runner",
-    "reports", "workers", "batches", "actions", "supervision", "fleet", "local_fleets", "worker_process", "nursery",
+    "errors", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats", "channel", "pickling",
+    "runner", "reports", "workers", "batches", "actions", "supervision", "fleet", "local_fleets", "worker_process", "nursery",
     "process_fleet", "progress", "receiver", "loader", "__init__", "demo", "cli",
 )  # fmt: skip
 THIRD_PARTY = {"numpy", "posix_ipc", "msgpack", "cloudpickle"}
