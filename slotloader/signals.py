@@ -86,10 +86,12 @@ class GuardedSignal(SemaphoreSignal):
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
             return super().wait(timeout)
         finally:
-            if before is None:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-            else:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            how, mask = (signal.SIG_UNBLOCK, _HANDLED) if before is None else (signal.SIG_SETMASK, before)
+            try:
+                signal.pthread_sigmask(how, mask)
+            except BaseException:  # a handler ran on entry, before the mask was set
+                signal.pthread_sigmask(how, mask)
+                raise
 
 
 _MAIN_THREAD = threading.main_thread().ident

@@ -534,6 +534,7 @@ def test_an_exception_of_a_users_signal_handler_is_raised_out_of_recv(error: typ
                 os.kill(os.getpid(), signal.SIGUSR1)
 
         over, before = threading.Event(), signal.signal(signal.SIGUSR1, handler)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         thread = threading.Thread(target=send)
         thread.start()
         try:
@@ -544,6 +545,8 @@ def test_an_exception_of_a_users_signal_handler_is_raised_out_of_recv(error: typ
             over.set()
             thread.join()
             signal.signal(signal.SIGUSR1, before)
+            blocked_now = signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert blocked_now == blocked, "signals stay blocked: no SIGTERM would reach this process any more"
         (tmp_path / "go-on").touch()
         assert loader.recv(min_get=2).is_first.all()  # and it goes on
 
