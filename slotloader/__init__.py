@@ -1,6 +1,9 @@
 """SlotLoader: the data plane between many slow environments and one policy on an accelerator."""
 
+from typing import TYPE_CHECKING, Any
+
 from slotloader.batches import Batch, BytesColumn, Episode
+from slotloader.device_batches import DeviceBatch, DeviceBatches, Run
 from slotloader.envs import EnvContext, EpisodeKey
 from slotloader.errors import (
     ActionError,
@@ -14,26 +17,40 @@ from slotloader.errors import (
     WorkerDied,
 )
 from slotloader.loader import SlotLoader
+from slotloader.policies import Acted, Inputs, Policy, SlotState
 from slotloader.receiver import Receiver
-from slotloader.slots import SlotState, StepType
+from slotloader.slots import StepType
+from slotloader.staging import BytesTensor
 from slotloader.stats import Dwell, Stats
+
+if TYPE_CHECKING:
+    from slotloader.adapters.jax_adapter import to_jax
+    from slotloader.adapters.numpy_adapter import to_numpy
+    from slotloader.adapters.torch_adapter import to_torch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Acted",
     "ActionError",
     "Batch",
     "BytesColumn",
+    "BytesTensor",
+    "DeviceBatch",
+    "DeviceBatches",
     "Dwell",
     "EnvContext",
     "EnvFailed",
     "Episode",
     "EpisodeKey",
     "FleetStalled",
+    "Inputs",
     "LeaseExpired",
     "LoaderClosed",
+    "Policy",
     "Receiver",
     "RecordMismatch",
+    "Run",
     "SlotLoader",
     "SlotLoaderError",
     "SlotState",
@@ -42,4 +59,23 @@ __all__ = [
     "StepType",
     "WorkerDied",
     "__version__",
+    "to_jax",
+    "to_numpy",
+    "to_torch",
 ]
+
+_ADAPTERS = {"to_jax": "jax_adapter", "to_numpy": "numpy_adapter", "to_torch": "torch_adapter"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports an adapter, and with it its framework, when it is first asked for."""
+    if name not in _ADAPTERS:
+        raise AttributeError(f"module 'slotloader' has no attribute {name!r}")
+    import importlib
+
+    extra = name.removeprefix("to_")
+    try:
+        module = importlib.import_module(f"slotloader.adapters.{_ADAPTERS[name]}")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"slotloader.{name} needs {error.name}; pip install 'slotloader[{extra}]'") from error
+    return getattr(module, name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slotloader import values
+from slotloader.buffers import BufferPool
 from slotloader.errors import LeaseExpired
 from slotloader.slots import StepType
 from slotloader.specs import Array, Kind, Leaf, Tree, build, leaves
@@ -18,8 +17,7 @@ from slotloader.specs import Array, Kind, Leaf, Tree, build, leaves
 if TYPE_CHECKING:
     from slotloader.receiver import Receiver
 
-_POOL_BYTES = 65536  # smaller gathers are served by the allocator's own cache
-_POOL_BUFFERS = 8
+_SMALL_BYTES = 65536  # smaller gathers need no pool
 
 
 @dataclass(frozen=True)
@@ -79,36 +77,14 @@ class BytesColumn:
         return f"BytesColumn({len(self)} values of {self._leaf})"
 
 
-def _first_free(pool: list[Array], rows: int, free: int) -> Array | None:
-    """The first buffer of at least `rows` rows that has just `free` references, all of them the pool's and ours."""
-    for buffer in pool:
-        if sys.getrefcount(buffer) == free and len(buffer) >= rows:
-            return buffer
-    return None
-
-
-def _references_of_a_free_buffer() -> int:
-    """Measured with the very loop that uses it, since interpreters count references differently (3 until 3.13, 2 in 3.14)."""
-    pool = [np.empty(1)]
-    return next(count for count in range(1, 8) if _first_free(pool, 1, count) is not None)
-
-
-_FREE = _references_of_a_free_buffer()
-
-
 class Gatherer:
-    """Copies rows of a tree's columns into buffers that belong to the batch.
-
-    Large buffers are used again as soon as nobody holds an array over them: numpy views and DLPack consumers all keep a
-    reference to the buffer itself, so its reference count tells.
-    """
+    """Copies rows of a tree's columns into buffers that belong to the batch."""
 
     def __init__(self, tree: Tree, columns: Sequence[Array]) -> None:
         self._tree = tree
         self._leaves = list(leaves(tree))
         self._columns = list(columns)
-        self._pools: list[list[Array]] = [[] for _ in columns]
-        self._lock = threading.Lock()
+        self._pools = [BufferPool(column.shape[1:], column.dtype) for column in columns]
         self._single = len(columns) == 1 and isinstance(tree, Leaf)
 
     def __call__(self, slots: Array) -> Any:
@@ -132,23 +108,9 @@ class Gatherer:
         column = self._columns[at]
         if column.ndim == 1:
             return column[slots]
-        nbytes = slots.size * column.strides[0]
-        if nbytes < _POOL_BYTES:
+        if slots.size * column.strides[0] < _SMALL_BYTES:
             return column.take(slots, axis=0, mode="clip")  # clip: indices are ours, no bounds check needed
-        with self._lock:
-            out = self._buffer(at, slots.size)
-        return np.take(column, slots, axis=0, mode="clip", out=out)
-
-    def _buffer(self, at: int, rows: int) -> Array:
-        pool, column = self._pools[at], self._columns[at]
-        free = _first_free(pool, rows, _FREE)
-        if free is not None:
-            return free[:rows]
-        buffer = np.empty((1 << (rows - 1).bit_length(), *column.shape[1:]), column.dtype)
-        if len(pool) == _POOL_BUFFERS:
-            pool.pop(0)  # whoever holds it keeps it; it is only no longer ours to use again
-        pool.append(buffer)
-        return buffer[:rows]
+        return np.take(column, slots, axis=0, mode="clip", out=self._pools[at].take(slots.size))
 
 
 class Batch:
@@ -163,11 +125,12 @@ class Batch:
       step_type: uint8 (B,), `StepType` of each record.
       episodes: the episodes that failures have cut before these records, then those that these records end, in row order.
       released: the batch was given back by `release`.
+      promised: its actions are on their way from a device.
     """
 
     __slots__ = (
         "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_serial", "_taken_ns",
-        "env_indices", "episodes", "released", "reward", "step_type",
+        "env_indices", "episodes", "promised", "released", "reward", "step_type",
     )  # fmt: skip
 
     def __init__(
@@ -191,7 +154,7 @@ class Batch:
         self._last_action: Any = None
         self._rows: list[Rows] | None = None
         self._open: Array | None = None  # slots not yet answered, once some have been
-        self.released = False
+        self.released = self.promised = False
         self.env_indices = env_indices
         self.reward = reward
         self.step_type = step_type
@@ -258,6 +221,11 @@ class Batch:
     def is_last(self) -> Array:
         """As bool (B,): the episode has ended; the action sent to this record is discarded."""
         return np.asarray(self.step_type >= StepType.TERMINATION)
+
+    @property
+    def env_steps(self) -> int:
+        """Env steps that the batch brought: its records that are not FIRST."""
+        return int(np.count_nonzero(self.step_type))
 
     @property
     def answered(self) -> bool:

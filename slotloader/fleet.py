@@ -20,7 +20,7 @@ from slotloader.layout import Layout
 from slotloader.reports import Answer, Built, Died, Event, Failed, error_from, summary
 from slotloader.runner import EnvOptions
 from slotloader.signals import Signal
-from slotloader.slots import SlotState, Table
+from slotloader.slots import State, Table
 from slotloader.specs import Tree, differences, show_tree
 from slotloader.supervision import Limits, RestartPolicy
 from slotloader.workers import WorkerConfig
@@ -113,10 +113,10 @@ class Fleet:
 
     def prepared(self, table: Table) -> Table:
         """Fills in who serves each slot, and one receiver over all of them; before any worker attaches."""
-        table.state[:] = SlotState.DEAD  # reserved by `capacity`
+        table.state[:] = State.DEAD  # reserved by `capacity`
         for config in self.configs:
             slots = slice(config.first_slot, config.first_slot + len(config.factories))
-            table.owner[slots], table.state[slots] = config.index, SlotState.STARTING
+            table.owner[slots], table.state[slots] = config.index, State.STARTING
         table.end_slot[0] = table.num_slots
         self.table, self.running = table, True
         return table
@@ -178,8 +178,8 @@ class Fleet:
             table.resetting[slot] = 0
             self.restarts += 1
             lives[slot] = self.lives[slot] = max(self.lives[slot], int(table.life[slot])) + 1
-            if table.state[slot] not in (SlotState.READY, SlotState.LEASED):  # those are still delivered and answered
-                table.state[slot] = SlotState.STARTING
+            if table.state[slot] not in (State.READY, State.LEASED):  # those are still delivered and answered
+                table.state[slot] = State.STARTING
         count, limits = self.policy.count(event.slots[0]), self.limits
         log.warning("%s; restarting (%d of %d in %g s)", summary(event), count, limits.max_restarts, limits.restart_window)
         if isinstance(event, Failed):
@@ -285,7 +285,7 @@ class Fleet:
         found = []
         now, table = time.monotonic_ns(), self.table
         for name, limit, busy in (
-            ("step", self.limits.step_timeout, (table.state == SlotState.WRITING) & (table.resetting == 0)),
+            ("step", self.limits.step_timeout, (table.state == State.WRITING) & (table.resetting == 0)),
             ("reset", self.limits.reset_timeout, table.resetting == 1),
         ):
             if limit is None:
@@ -298,9 +298,9 @@ class Fleet:
         if limit is None or table.paused.any():
             return found
         # A worker that does nothing else takes an action within a wake-up: one that does not is frozen or stuck in C code.
-        waiting = np.flatnonzero((table.state == SlotState.ACTED) & (now - table.begin_ns > limit * 1e9))
+        waiting = np.flatnonzero((table.state == State.ACTED) & (now - table.begin_ns > limit * 1e9))
         if waiting.size:
-            busy = set(table.owner[(table.state == SlotState.WRITING) | (table.resetting == 1)].tolist())
+            busy = set(table.owner[(table.state == State.WRITING) | (table.resetting == 1)].tolist())
             busy |= set(self._pending.values()) | self.starting()
             for slot in waiting.tolist():
                 worker = int(table.owner[slot])

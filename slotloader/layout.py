@@ -27,7 +27,7 @@ INFO_BYTES = 2048
 # Control words: name, dtype, rows ("slot", "worker" or "receiver"). W: who writes it, R: who reads it.
 # "env" is the side that owns the slot's environment, a worker or a gateway. What publishes what: see docs/slot_states.md.
 CONTROL: tuple[tuple[str, str, str], ...] = (
-    ("state", "u1", "slot"),  # SlotState; W: env, trainer or fleet by the table of legal moves; R: all
+    ("state", "u1", "slot"),  # State; W: env, trainer or fleet by the table of legal moves; R: all
     ("receiver", "u1", "slot"),  # which receiver to wake; W: trainer; R: env
     ("step_type", "u1", "slot"),  # StepType of the record; W: env before READY; R: trainer after READY
     ("resetting", "u1", "slot"),  # 1 while env.reset runs; W: env; R: trainer, for ages in errors and stats

@@ -27,7 +27,7 @@ from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.reports import error_from
 from slotloader.runner import EnvOptions, OnReset
-from slotloader.slots import SlotState
+from slotloader.slots import State
 from slotloader.spaces import column_of
 from slotloader.supervision import Limits, OnFailure
 from slotloader.workers import WorkerConfig
@@ -204,11 +204,11 @@ class SlotLoader:
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._main)
 
-    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator:
+    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator[Batch]:
         """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
         return self._main.steps(env_steps, progress)
 
-    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator:
+    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator[Batch]:
         """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
         return self._main.episodes(episodes, progress)
 
@@ -245,6 +245,11 @@ class SlotLoader:
         self._receivers = parts
         return parts
 
+    @property
+    def receiver(self) -> Receiver:
+        """The receiver of all slots, which `recv` and iteration use; after `split` use the receivers it returned."""
+        return self._main
+
     # The spaces and the envs.
 
     @property
@@ -265,7 +270,7 @@ class SlotLoader:
     @property
     def num_envs(self) -> int:
         """Number of slots that have an env; `num_slots` counts those reserved by `capacity` and those lost, too."""
-        return int(np.count_nonzero(self.table.state != SlotState.DEAD))
+        return int(np.count_nonzero(self.table.state != State.DEAD))
 
     def call(
         self, name: str, *args: Any, slots: Sequence[int] | None = None, timeout: float | None = None, **kwargs: Any
@@ -337,7 +342,7 @@ class SlotLoader:
         if self.backend == "inline":
             raise SlotLoaderError("add_envs: expected backend='process' or 'thread', found 'inline'")
         factories = env_sources.factories(envs, num_envs, env_kwargs)
-        free = sorted(slot for slot in self._vacant if self.table.state[slot] == SlotState.DEAD)
+        free = sorted(slot for slot in self._vacant if self.table.state[slot] == State.DEAD)
         if len(free) < len(factories):
             raise ValueError(
                 f"add_envs: expected at most {len(free)} envs, found {len(factories)}; this loader has "
@@ -392,8 +397,8 @@ class SlotLoader:
         deadline = None if timeout is None else time.monotonic() + timeout
         table = self.table
         while True:
-            busy = (table.state == SlotState.WRITING) | (table.resetting == 1) | (table.resting[table.owner] != self._pauses)
-            moving = np.flatnonzero(busy & (table.state != SlotState.DEAD)).tolist()
+            busy = (table.state == State.WRITING) | (table.resetting == 1) | (table.resting[table.owner] != self._pauses)
+            moving = np.flatnonzero(busy & (table.state != State.DEAD)).tolist()
             if not moving:
                 return
             if self.closed:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
-
-from slotloader.batches import Batch
-
-if TYPE_CHECKING:
-    from slotloader.receiver import Receiver
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 _REDRAW = 0.1  # seconds
 _WIDTH = 28
@@ -53,30 +48,49 @@ class ProgressBar:
         self._width = len(line)
 
 
-class BoundedIterator(Iterator[Batch]):
+class Counted(Protocol):
+    """What is counted of a batch."""
+
+    @property
+    def env_steps(self) -> int:
+        """Records that are not FIRST."""
+
+    @property
+    def episodes(self) -> list[Any]:
+        """Episodes that ended."""
+
+    @property
+    def released(self) -> bool:
+        """The batch was given back and will come again."""
+
+
+B = TypeVar("B", bound=Counted)
+
+
+class BoundedIterator(Iterator[B], Generic[B]):
     """Yields batches until a number of env steps or episodes has come in; answer the last batch too.
 
     Args:
-      receiver: where batches come from.
+      source: where batches come from.
       total: when to stop; the last batch may go beyond it.
       unit: "env steps" or "episodes".
       progress: show a bar; None shows it on a terminal.
     """
 
-    def __init__(self, receiver: Receiver, total: int, unit: str, progress: bool | None) -> None:
+    def __init__(self, source: Iterable[B], total: Any, unit: str, progress: bool | None) -> None:
         if isinstance(total, bool) or not isinstance(total, int) or total < 1:
             raise ValueError(f"{unit}: expected an integer of at least 1, found {total!r}")
-        self._receiver, self._total, self._unit = receiver, total, unit
-        self._batches = iter(receiver)
+        self._total, self._unit = total, unit
+        self._batches = iter(source)
         self._bar = ProgressBar(progress)
         self._start = time.monotonic()
-        self._last: Batch | None = None
+        self._last: B | None = None
         self.done = 0
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> B:
         last = self._last
         if last is not None and not last.released:  # what was given back will come again
-            self.done += len(last.episodes) if self._unit == "episodes" else int((last.step_type != 0).sum())
+            self.done += len(last.episodes) if self._unit == "episodes" else last.env_steps
         self._last = None
         if self.done >= self._total:
             self._bar.close(1.0, self._text())

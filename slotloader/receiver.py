@@ -22,14 +22,14 @@ from slotloader.fleet import Cut
 from slotloader.former import Request, Wait
 from slotloader.progress import BoundedIterator
 from slotloader.signals import SLICE, make_fence, make_order_fence
-from slotloader.slots import SlotState
+from slotloader.slots import State
 from slotloader.specs import Array, Tree, build, leaves
 from slotloader.stats import Meter
 
 if TYPE_CHECKING:
     from slotloader.loader import SlotLoader
 
-_READY, _LEASED, _ACTED, _DEAD = (int(s) for s in (SlotState.READY, SlotState.LEASED, SlotState.ACTED, SlotState.DEAD))
+_READY, _LEASED, _ACTED, _DEAD = (int(s) for s in (State.READY, State.LEASED, State.ACTED, State.DEAD))
 _FEW = 512  # up to so many slots bytes.count beats numpy
 _TERMINATION, _TRUNCATION = b"\x02", b"\x03"
 
@@ -77,6 +77,8 @@ class Receiver:
             self._naps = whole._naps  # workers remember the naps that they have ended
         self._last_rows, self._progress_rows = _as_rows(self._last), _as_rows(table.progress)
         self._leased = 0
+        self._promised = 0  # of the leased: rows whose actions are on their way from a device
+        self._failure: BaseException | None = None  # of a thread that sends for us; the next `recv` raises it
         self._alive = int(np.count_nonzero(self._states != _DEAD))
         self._unanswered: dict[int, Batch] = {}
         self._warned = False
@@ -177,8 +179,10 @@ class Receiver:
                 self._require_open()
                 if self._fleet.events:
                     self._loader.raise_events()
+                if self._failure is not None:
+                    self.raise_failure()
                 count = self._count_ready()
-                expected = self._alive - self._leased
+                expected = self._alive - self._leased + self._promised
                 if self._loader.paused:
                     expected = self._in_flight(request, count)
                 elif request.min_get > expected:
@@ -220,7 +224,7 @@ class Receiver:
 
     def _in_flight(self, request: Request, ready: int) -> int:
         """While the loader is paused only records that are ready or on their way can be expected."""
-        moving = (self._states == SlotState.WRITING) | (self._table.resetting[self._first : self._end] == 1)
+        moving = (self._states == State.WRITING) | (self._table.resetting[self._first : self._end] == 1)
         expected = ready + int(np.count_nonzero(moving & (self._states != _READY) & (self._states != _LEASED)))
         if request.min_get > expected:
             raise SlotLoaderError(
@@ -294,7 +298,7 @@ class Receiver:
         )
 
     def _is_excused(self, slot: int, now: int) -> bool:
-        starting = self._table.resetting[slot] or self._state[slot] == SlotState.STARTING
+        starting = self._table.resetting[slot] or self._state[slot] == State.STARTING
         limits = self._loader.limits
         limit = limits.reset_timeout or limits.start_timeout
         return bool(starting) and self._age(slot, now) < limit
@@ -305,9 +309,7 @@ class Receiver:
     def _doing(self, slot: int) -> str:
         if self._table.resetting[slot]:
             return "in reset"
-        return {SlotState.WRITING: "in step", SlotState.STARTING: "starting"}.get(
-            SlotState(self._state[slot]), "waiting for its worker"
-        )
+        return {State.WRITING: "in step", State.STARTING: "starting"}.get(State(self._state[slot]), "waiting for its worker")
 
     def _take(self, ready: Array, request: Request) -> Batch:
         table = self._table
@@ -398,11 +400,11 @@ class Receiver:
     def answer(self, batch: Batch, actions: Any) -> None:
         """`Batch.send`."""
         slots = batch.env_indices
-        self._require_unanswered(batch)
+        self.require_unanswered(batch)
         arrays = self._loader.scatterer.check(actions, slots.size)
         try:  # spelled out: this is the hot path
             with self._lock:
-                self._require_unanswered(batch)
+                self.require_unanswered(batch)
                 self._hand_over(slots, arrays)
                 self._close(batch, slots.size, answered=True)
         except BaseException:
@@ -461,6 +463,7 @@ class Receiver:
                 held.update(still.tolist())
                 if still.size == 0:
                     del self._unanswered[serial]
+            self._promised = sum(batch._left for batch in self._unanswered.values() if batch.promised)
             leased = np.flatnonzero(self._states == _LEASED) + self._first
             self._state[[slot for slot in leased.tolist() if slot not in held]] = _READY
             self._leased = len(held)
@@ -468,7 +471,8 @@ class Receiver:
         for wake in self._wakers:  # an action may have been stored and its worker not woken
             wake()
 
-    def _require_unanswered(self, batch: Batch) -> None:
+    def require_unanswered(self, batch: Batch) -> None:
+        """Raises `LeaseExpired` or `LoaderClosed` if a batch can no longer be answered."""
         if batch._left == batch.size:
             if self._loader.closed:
                 raise LoaderClosed("this loader was closed; the actions have not been sent")
@@ -507,6 +511,8 @@ class Receiver:
 
     def _close(self, batch: Batch, rows: int, answered: bool) -> None:
         batch._left -= rows
+        if batch.promised:
+            self._promised -= rows
         if batch._rows:
             for view in batch._rows:
                 view.expire()
@@ -514,6 +520,28 @@ class Receiver:
         if batch._left == 0:
             del self._unanswered[batch._serial]
             self.meter.batch_closed(monotonic_ns(), batch._taken_ns, answered)
+
+    # What the sender of a device's actions tells us.
+
+    def promise(self, batch: Batch, promised: bool = True) -> None:
+        """The answer to a batch is on its way (or is not any more): its slots can, or cannot, become ready by themselves."""
+        with self._lock:
+            if batch.promised != promised:
+                batch.promised = promised
+                self._promised += batch._left if promised else -batch._left
+        if not promised:
+            self._signal.post()  # a recv that sleeps counts on these slots
+
+    def fail(self, error: BaseException) -> None:
+        """Has the `recv` that runs, or else the next one, raise `error`."""
+        self._failure = error
+        self._signal.post()
+
+    def raise_failure(self) -> None:
+        """Raises what `fail` was told, once."""
+        error, self._failure = self._failure, None
+        if error is not None:
+            raise error
 
     # What the loader asks of its receivers.
 
@@ -548,7 +576,7 @@ class Receiver:
     def gain(self, slot: int) -> None:
         """A new env will serve a slot that nobody served."""
         with self._lock:
-            self._state[slot] = SlotState.STARTING
+            self._state[slot] = State.STARTING
             self._begin_ns[slot] = monotonic_ns()
             self._last[slot] = -1.0
             self._alive += 1
@@ -570,13 +598,33 @@ class Receiver:
             views.append(view)
         return _tree_of_columns(tree, views), []
 
-    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator:
+    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator[Batch]:
         """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
         return BoundedIterator(self, env_steps, "env steps", progress)
 
-    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator:
+    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator[Batch]:
         """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
         return BoundedIterator(self, episodes, "episodes", progress)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loader is closed."""
+        return self._loader.closed
+
+    @property
+    def loader(self) -> SlotLoader:
+        """The loader whose slots these are."""
+        return self._loader
+
+    @property
+    def receiver(self) -> Receiver:
+        """Itself: what takes a loader or a receiver asks for this."""
+        return self
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots in this share."""
+        return self._end - self._first
 
     @property
     def unanswered(self) -> list[Batch]:

@@ -16,11 +16,11 @@ from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factor
 from slotloader.errors import SpecMismatch
 from slotloader.layout import INFO_BYTES
 from slotloader.signals import Signal, make_order_fence
-from slotloader.slots import SlotState, StepType, Table
+from slotloader.slots import State, StepType, Table
 from slotloader.spaces import column_of, tree_of
 from slotloader.specs import Array, Tree, differences, leaves, show_value
 
-_ACTED, _WRITING, _READY = int(SlotState.ACTED), int(SlotState.WRITING), int(SlotState.READY)
+_ACTED, _WRITING, _READY = int(State.ACTED), int(State.WRITING), int(State.READY)
 _FIRST, _MID = int(StepType.FIRST), int(StepType.MID)
 _FEW = 512  # up to so many slots bytes.count beats numpy: 0.2 us against 1.1 us at 64
 _DROPPED_BYTES = 600  # room for the names of what an info had to leave out

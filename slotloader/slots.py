@@ -28,7 +28,7 @@ class StepType(enum.IntEnum):
     TRUNCATION = 3
 
 
-class SlotState(enum.IntEnum):
+class State(enum.IntEnum):
     """Who may touch a slot's rows now."""
 
     STARTING = 0  # the env is being built or reset for its first record; rows belong to the env's side
@@ -41,31 +41,31 @@ class SlotState(enum.IntEnum):
 
 
 # Moves that each side may make; the fleet moves a slot only once its writer is known to be gone.
-LEGAL_MOVES: dict[str, frozenset[tuple[SlotState, SlotState]]] = {
+LEGAL_MOVES: dict[str, frozenset[tuple[State, State]]] = {
     "env": frozenset(
         {
-            (SlotState.STARTING, SlotState.READY),
-            (SlotState.ACTED, SlotState.WRITING),
-            (SlotState.WRITING, SlotState.READY),
-            (SlotState.WRITING, SlotState.ACTED),  # inline only: Ctrl-C in a step, which is then taken again
+            (State.STARTING, State.READY),
+            (State.ACTED, State.WRITING),
+            (State.WRITING, State.READY),
+            (State.WRITING, State.ACTED),  # inline only: Ctrl-C in a step, which is then taken again
         }
     ),
     "trainer": frozenset(
         {
-            (SlotState.READY, SlotState.LEASED),
-            (SlotState.LEASED, SlotState.ACTED),
-            (SlotState.LEASED, SlotState.READY),
+            (State.READY, State.LEASED),
+            (State.LEASED, State.ACTED),
+            (State.LEASED, State.READY),
         }
     ),
     "fleet": frozenset(
         (source, target)
-        for source in (SlotState.STARTING, SlotState.ACTED, SlotState.WRITING, SlotState.PARKED)
-        for target in (SlotState.STARTING, SlotState.PARKED, SlotState.DEAD)
+        for source in (State.STARTING, State.ACTED, State.WRITING, State.PARKED)
+        for target in (State.STARTING, State.PARKED, State.DEAD)
         if source != target
     )
     | {
-        (SlotState.LEASED, SlotState.DEAD),  # at its send, by the trainer's hand
-        (SlotState.DEAD, SlotState.STARTING),  # a new env takes a slot that nobody has: `add_envs`
+        (State.LEASED, State.DEAD),  # at its send, by the trainer's hand
+        (State.DEAD, State.STARTING),  # a new env takes a slot that nobody has: `add_envs`
     },
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slotloader.slots import SlotState, Table
+from slotloader.slots import State, Table
 from slotloader.specs import Array
 
 _BUFFER = 8192
@@ -239,14 +239,14 @@ class Meter:
 
 def snapshot(table: Table, meters: list[Meter], restarted: int) -> Stats:
     """Puts the figures of all receivers and of the table together; `restarted` is counted by the fleet."""
-    dead = table.state == SlotState.DEAD
+    dead = table.state == State.DEAD
     now = monotonic_ns()
     seconds = max((now - min(meter.start_ns for meter in meters)) * 1e-9, 1e-9)
     batches, records, env_steps, episodes, partial, dropped = (
         sum(getattr(meter, name) for meter in meters)
         for name in ("batches", "records", "env_steps", "episodes", "partial", "dropped_actions")
     )
-    states = np.bincount(table.state, minlength=len(SlotState))
+    states = np.bincount(table.state, minlength=len(State))
     with np.errstate(invalid="ignore", divide="ignore"):
         step_seconds = table.step_ns / table.steps * 1e-9
         reset_seconds = table.reset_ns / table.resets * 1e-9
@@ -272,11 +272,11 @@ def snapshot(table: Table, meters: list[Meter], restarted: int) -> Stats:
         consumer_busy_fraction=min(busy, 1.0),
         receive_wait_fraction=min(waiting, 1.0),
         dropped_actions=dropped,
-        ready=int(states[SlotState.READY]),
-        leased=int(states[SlotState.LEASED]),
-        stepping=int(states[SlotState.ACTED] + states[SlotState.WRITING]),
+        ready=int(states[State.READY]),
+        leased=int(states[State.LEASED]),
+        stepping=int(states[State.ACTED] + states[State.WRITING]),
         resetting=int(np.count_nonzero(table.resetting[~dead])),
-        starting=int(states[SlotState.STARTING]),
+        starting=int(states[State.STARTING]),
         dead=int(np.count_nonzero(dead)),
         restarted=restarted,
         step_seconds=step_seconds,

@@ -19,9 +19,9 @@ from slotloader.envs import EnvFactory
 from slotloader.reports import Answer, Built, Failed, failure_of
 from slotloader.runner import EnvOptions, EnvRunner, Publisher, Tally
 from slotloader.signals import Signal
-from slotloader.slots import SlotState, Table
+from slotloader.slots import State, Table
 
-_STARTING, _ACTED, _WRITING = int(SlotState.STARTING), int(SlotState.ACTED), int(SlotState.WRITING)
+_STARTING, _ACTED, _WRITING = int(State.STARTING), int(State.ACTED), int(State.WRITING)
 _IDLE_WAIT = 1.0
 _REST_WAIT = 0.005  # seconds between looks whether the lanes of a paused worker have come to rest
 

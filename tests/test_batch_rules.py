@@ -13,7 +13,8 @@ import pytest
 from checks import Once, drive, until
 from toys import Counting, Endless, Gated, Working
 
-from slotloader import FleetStalled, SlotLoader, SlotLoaderError, SlotState
+from slotloader import FleetStalled, SlotLoader, SlotLoaderError
+from slotloader.slots import State
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -46,7 +47,7 @@ def outside(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def ready(loader: SlotLoader, *slots: int) -> bool:
-    return all(loader.table.state[slot] == SlotState.READY for slot in slots)
+    return all(loader.table.state[slot] == State.READY for slot in slots)
 
 
 # 1

@@ -1,0 +1,551 @@
+"""Batches on a device: iterated like the loader itself, padded to buckets, answered while the next one forms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slotloader.batches import Batch, Episode
+from slotloader.completion import Completer, Pending
+from slotloader.devices import DeviceOps, Stream
+from slotloader.errors import ActionError, LeaseExpired, LoaderClosed, SpecMismatch
+from slotloader.loader import SlotLoader
+from slotloader.policies import Acted, Inputs, Policy, SlotState, as_contract, make_inputs, make_step
+from slotloader.preparation import FrameStack, Preparation
+from slotloader.progress import BoundedIterator
+from slotloader.receiver import DEFAULT, Receiver
+from slotloader.slots import StepType
+from slotloader.specs import Kind, flatten, leaves
+from slotloader.staging import Stage, Staging, checked_buckets, make_plan
+
+CLOSE_TIMEOUT = 5.0
+_MANY = 64  # batches that are remembered before the answered ones are dropped
+
+
+class DeviceBatch:
+    """A batch as device arrays with one row per row of its bucket; padding rows come last and are clean.
+
+    Names are those of the core's `Batch`. Arrays belong to whoever holds them: they are never written again. Fields that
+    `fields=` left out raise `AttributeError`.
+
+    Attributes:
+      host: the core's batch: numpy arrays without padding, to be read before the answer.
+      size: number of records.
+      bucket: number of rows.
+      arrays: the device arrays in the order of the plan.
+      version: of the policy that acted on it, or None.
+    """
+
+    __slots__ = ("_commit", "_stage", "_trees", "_whose", "arrays", "bucket", "host", "version")
+
+    def __init__(self, whose: DeviceBatches, host: Batch, arrays: Sequence[Any], bucket: int, stage: Stage | None) -> None:
+        self._whose, self.host, self.arrays, self.bucket, self._stage = whose, host, arrays, bucket, stage
+        self._commit: Callable[[], None] | None = None
+        self._trees: dict[str, Any] = {}
+        self.version: int | None = None
+
+    def _tree(self, name: str) -> Any:
+        if name not in self._trees:
+            if self._stage is not None:
+                raise AttributeError(
+                    f"batch.{name}: inputs of a compiled policy are hidden while `run` drives it; use batch.host"
+                )
+            if name not in self._whose.plan.spans:
+                raise AttributeError(
+                    f"batch.{name}: expected one of the fields that travel, {tuple(self._whose.plan.spans)}; add it to fields="
+                )
+            self._trees[name] = self._whose.plan.tree_of(name, self.arrays)
+        return self._trees[name]
+
+    def __len__(self) -> int:
+        return self.host.size
+
+    @property
+    def size(self) -> int:
+        """Number of records; rows from here on are padding."""
+        return self.host.size
+
+    @property
+    def env_indices(self) -> Any:
+        """The slots, integers (bucket,); `num_slots` for padding rows."""
+        return self._tree("env_indices")
+
+    @property
+    def valid(self) -> Any:
+        """Bool (bucket,): the row is a record."""
+        return self.env_indices < self._whose.table_slots
+
+    @property
+    def obs(self) -> Any:
+        """Tree of (bucket, ...); `BytesTensor` for Text, Sequence, Graph and OneOf."""
+        return self._tree("obs")
+
+    @property
+    def reward(self) -> Any:
+        """float32 (bucket,)."""
+        return self._tree("reward")
+
+    @property
+    def step_type(self) -> Any:
+        """uint8 (bucket,), `StepType`; FIRST for padding."""
+        return self._tree("step_type")
+
+    @property
+    def last_action(self) -> Any:
+        """The action last sent to each slot, tree of (bucket, ...)."""
+        return self._tree("last_action")
+
+    @property
+    def info(self) -> Any:
+        """Declared info columns, name to (bucket, ...)."""
+        return self._tree("info")
+
+    @property
+    def is_first(self) -> Any:
+        """Bool (bucket,): the record starts an episode."""
+        return self.step_type == int(StepType.FIRST)
+
+    @property
+    def terminated(self) -> Any:
+        """As bool (bucket,)."""
+        return self.step_type == int(StepType.TERMINATION)
+
+    @property
+    def truncated(self) -> Any:
+        """As bool (bucket,)."""
+        return self.step_type == int(StepType.TRUNCATION)
+
+    @property
+    def is_last(self) -> Any:
+        """As bool (bucket,): the action sent to this record is discarded."""
+        return self.step_type >= int(StepType.TERMINATION)
+
+    @property
+    def discount(self) -> Any:
+        """float32 (bucket,): 0 for TERMINATION, 1 otherwise."""
+        return self._whose.ops.cast(self.step_type != int(StepType.TERMINATION), "float32")
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the policy contract calls inputs."""
+        return make_inputs(self._whose.plan, self.arrays)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """As of the core's batch."""
+        return self.host.episodes
+
+    @property
+    def env_steps(self) -> int:
+        """Records that are not FIRST."""
+        return self.host.env_steps
+
+    @property
+    def released(self) -> bool:
+        """The batch was given back by `release`."""
+        return self.host.released
+
+    @property
+    def answered(self) -> bool:
+        """The batch was released, or sent; its actions may still be on their way."""
+        return self.host.answered or self.host.promised
+
+    def send(self, actions: Any) -> None:
+        """Answers every record, without waiting for the device.
+
+        Args:
+          actions: tree of (bucket, ...) or (size, ...) arrays by the action space: of the framework, or anything that numpy
+            can read. Rows of padding and of last records are ignored.
+
+        Raises:
+          ActionError: wrong shape or structure, at once; wrong values or bounds, here or from the next call once the device
+            has them. The batch can be answered again.
+          LeaseExpired: the batch has been answered already.
+        """
+        self._whose.answer(self, actions)
+
+    def release(self) -> None:
+        """Gives the slots back without an action; their records are ready again."""
+        self._whose.release(self)
+
+    def __repr__(self) -> str:
+        return f"DeviceBatch({self.size} of {self.bucket} rows, {self.host!r})"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `run` did; `print` it.
+
+    Attributes:
+      env_steps: records that were not FIRST.
+      batches: number of batches.
+      seconds: how long it took.
+      episodes: those that ended, in order of their end; short ones come first, so their mean return is biased.
+    """
+
+    env_steps: int
+    batches: int
+    seconds: float
+    episodes: list[Episode]
+
+    @property
+    def env_steps_per_second(self) -> float:
+        """Rate over the whole run."""
+        return self.env_steps / max(self.seconds, 1e-9)
+
+    def __str__(self) -> str:
+        whole = [episode.episode_return for episode in self.episodes if not episode.interrupted]
+        returns = f", mean return {np.mean(whole):.1f}" if whole else ""
+        return (
+            f"{self.env_steps:,} env steps in {self.seconds:.1f} s ({self.env_steps_per_second:,.0f}/s), "
+            f"{self.batches:,} batches, {len(whole):,} episodes{returns}"
+        )
+
+
+class DeviceBatches:
+    """A loader's batches on a device; made by `to_numpy`, `to_torch` and `to_jax`.
+
+        with to_torch(loader, device="cuda") as batches:
+            for batch in batches:
+                batch.send(policy(batch.obs))
+
+    Args:
+      source: a loader, or one of the receivers of `loader.split(n)`.
+      ops: the device.
+      buckets: fixed batch sizes to pad to; default powers of two up to `max_get`; `()` for no padding. The largest is the most
+        that a batch of this adapter has.
+      in_flight: most batches whose actions are on their way back at a time; 1 for no overlap.
+      fields: what travels, of "obs", "reward", "step_type", "last_action" and "info"; default all.
+      float64: "float32" halves doubles on the way, "keep" does not.
+      dtype: for float leaves of the observation, on the device, e.g. "bfloat16".
+      frame_stack: number of frames to stack on the device, or a dict from key to number; the stack is the first axis of a row.
+      seed: of the policies' randomness; default the loader's.
+      divisor: every bucket divides by it.
+    """
+
+    def __init__(
+        self,
+        source: SlotLoader | Receiver,
+        ops: DeviceOps,
+        *,
+        buckets: Sequence[int] | None = None,
+        in_flight: int = 2,
+        fields: Sequence[str] | None = None,
+        float64: str = "float32",
+        dtype: Any = None,
+        frame_stack: FrameStack | None = None,
+        seed: int | None = None,
+        divisor: int = 1,
+        depth: int | None = None,
+    ) -> None:
+        if not isinstance(source, (SlotLoader, Receiver)):
+            raise TypeError(f"loader: expected a SlotLoader or a receiver of loader.split, found {source!r:.200}")
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise ValueError(f"in_flight: expected an integer of at least 1, found {in_flight!r}")
+        receiver = source.receiver
+        if receiver.closed:
+            raise LoaderClosed("the loader was closed; build a new SlotLoader")
+        self.ops, self._receiver = ops, receiver
+        self._seed = receiver.loader.seed if seed is None else seed
+        table = receiver.loader.table
+        self.table_slots = table.num_slots
+        most = receiver.request.max_get
+        self.buckets = checked_buckets(buckets, most, divisor)
+        self._max_get = min(most, self.buckets[-1]) if self.buckets else most
+        if receiver.request.min_get > self._max_get:
+            raise ValueError(
+                f"buckets: expected the largest to be at least min_get={receiver.request.min_get}, found {self.buckets}"
+            )
+        self._limits = {} if self._max_get == most else {"max_get": self._max_get}
+        self.plan = make_plan(table, ops, fields, float64)
+        self._action = table.layout.action
+        self._action_leaves = list(leaves(self._action))
+        self._staging = Staging(ops, self.plan, self.buckets, self._max_get, in_flight + 2 if depth is None else depth)
+        self._preparation: Preparation | None = Preparation(ops, self.plan, self.table_slots, dtype, frame_stack)
+        if not self._preparation.needed:
+            self._preparation = None
+        self._completer = Completer(ops, receiver, self._action, in_flight)
+        self._mine: list[Batch] = []  # handed out; those that have been answered are dropped now and then
+        self._closed = False
+
+    # Receiving.
+
+    def recv(
+        self,
+        min_get: int = DEFAULT,
+        max_get: int | None = DEFAULT,
+        timeout: float | None = DEFAULT,
+        stall_timeout: float | None = DEFAULT,
+    ) -> DeviceBatch:
+        """Waits for the next batch; see `Receiver.recv`. It raises as well what a batch on its way back has met."""
+        limits = {"min_get": min_get, "timeout": timeout, "stall_timeout": stall_timeout}
+        if max_get is not DEFAULT and (max_get is None or max_get > self._max_get):
+            if max_get is not None:
+                raise ValueError(f"max_get: expected at most {self._max_get}, the largest bucket, found {max_get}")
+            max_get = self._max_get
+        given = {name: value for name, value in limits.items() if value is not DEFAULT}
+        return self._next(False, {**self._limits, **given, **({} if max_get is DEFAULT else {"max_get": max_get})})
+
+    def _next(self, hidden: bool, limits: dict[str, Any]) -> DeviceBatch:
+        if self._closed:
+            raise LoaderClosed("this adapter was closed; make a new one of the loader")
+        self._completer.wait_for_room()
+        host = self._receiver.recv(**limits) if limits else self._receiver.recv()
+        try:
+            staged = self._staging.put(host, hidden)
+            batch = DeviceBatch(self, host, staged.arrays, self._staging.bucket_of(host.size), staged.stage)
+            if self._preparation is not None:
+                batch.arrays, batch._commit = self._preparation(staged.arrays)
+        except BaseException:
+            host.release()
+            raise
+        if len(self._mine) >= _MANY:
+            self._mine = [other for other in self._mine if not other.answered]
+        self._mine.append(host)
+        return batch
+
+    def __iter__(self) -> Iterator[DeviceBatch]:
+        return _Batches(self, False)
+
+    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator[DeviceBatch]:
+        """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
+        return BoundedIterator(self, env_steps, "env steps", progress)
+
+    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator[DeviceBatch]:
+        """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
+        return BoundedIterator(self, episodes, "episodes", progress)
+
+    # Sending.
+
+    def answer(self, batch: DeviceBatch, actions: Any) -> None:
+        """`DeviceBatch.send`."""
+        host, ops = batch.host, self.ops
+        if host.promised:
+            raise LeaseExpired("this batch has been answered already; its actions are on their way")
+        self._receiver.require_unanswered(host)
+        try:
+            parts = list(flatten(self._action, actions, ("action",)))
+        except SpecMismatch as error:
+            raise ActionError(f"send refused, no env has stepped: {error}") from error
+        for leaf, part in zip(self._action_leaves, parts, strict=True):
+            if leaf.kind is Kind.ARRAY and tuple(np.shape(part)) not in ((batch.bucket, *leaf.shape), (host.size, *leaf.shape)):
+                self._refuse(batch, leaf, part)
+        ops.wait(Stream.D2H, ops.record(Stream.COMPUTE))  # fence
+        landings = [
+            ops.d2h(part) if leaf.kind is Kind.ARRAY else list(part)
+            for leaf, part in zip(self._action_leaves, parts, strict=True)
+        ]
+        landed = ops.record(Stream.D2H)
+        stage, batch._stage = batch._stage, None
+        give_back = None if stage is None else lambda: self._staging.give_back(stage)
+        self._completer.submit(Pending(host, landings, landed, (batch.arrays, parts), give_back))
+        if batch._commit is not None:
+            batch._commit()
+
+    def _refuse(self, batch: DeviceBatch, leaf: Any, part: Any) -> None:
+        rows = f"({batch.size},)" if batch.bucket == batch.size else f"({batch.size},) or, with padding, ({batch.bucket},)"
+        remedy = ""
+        shape = tuple(np.shape(part))
+        if shape[:1] in ((batch.size,), (batch.bucket,)) and shape[1:] == (*leaf.shape, 1):
+            remedy = "; drop the last axis with actions[..., 0]"
+        elif shape[1:] == leaf.shape:
+            remedy = "; one action per record is needed, in row order"
+        raise ActionError(
+            f"send refused, no env has stepped: {'.'.join(map(str, leaf.path))}: expected {leaf.dtype} of rows {rows} and row "
+            f"shape {leaf.shape}, found shape {shape}{remedy}"
+        )
+
+    def release(self, batch: DeviceBatch) -> None:
+        """`DeviceBatch.release`."""
+        if batch.host.promised:
+            return
+        batch.host.release()
+        if batch._stage is not None:
+            self._staging.give_back(batch._stage)
+            batch._stage = None
+
+    # Policies.
+
+    def policy(self, policy: Any, *, params: Any = None, state: Any = None, seed: int | None = None) -> Policy:
+        """Binds a policy to this device as it is, without compiling it.
+
+        Args:
+          policy: `policy(params, inputs, state, key) -> Acted`, `policy(params, obs) -> action`, `policy(obs) -> action`, or a
+            module of the framework.
+          params: its weights; None if it has its own.
+          state: what the recurrent state of one slot is when an episode begins: a tree of arrays without a batch axis,
+            usually zeros. None for none.
+          seed: of its randomness; default the adapter's.
+        """
+        return self._bind(policy, params, state, seed, compiled=False)
+
+    def compile(self, policy: Any, *, params: Any = None, state: Any = None, seed: int | None = None, **options: Any) -> Policy:
+        """Compiles a policy for every bucket and warms it up; nothing is compiled afterwards.
+
+        Args:
+          policy: see `policy`.
+          params: see `policy`.
+          state: see `policy`.
+          seed: see `policy`.
+          options: for the framework's compiler; for torch those of `torch.compile`.
+
+        Returns:
+          The policy, for `run` or to be called with a batch.
+        """
+        bound = self._bind(policy, params, state, seed, compiled=True, options=options)
+        examples: dict[int, list[Any]] = {}
+        for rows in self._staging.sizes():
+            views = self._staging.examples(rows)
+            arrays = list(views) if self.ops.hidden else self.ops.h2d(*_one_buffer(views))
+            examples[rows] = self._preparation(arrays)[0] if self._preparation is not None else arrays
+        self.ops.wait(Stream.COMPUTE, self.ops.record(Stream.H2D))
+        bound.compile(examples, options)
+        return bound
+
+    def _bind(
+        self, policy: Any, params: Any, state: Any, seed: int | None, compiled: bool, options: dict[str, Any] | None = None
+    ) -> Policy:
+        if isinstance(policy, Policy):
+            raise TypeError("policy: expected a policy that is not bound to an adapter yet, found one that is")
+        contract = as_contract(policy, params is not None)
+        adopted = self.ops.adopt(policy, params)
+        if adopted.function is not policy:
+            contract = as_contract(adopted.function, adopted.params is not None)
+        slot_state = None if state is None else SlotState(self.ops, self.table_slots, state)
+        if slot_state is not None and "step_type" not in self.plan.spans:
+            raise ValueError("state: expected 'step_type' among fields=, since a FIRST record begins a new state")
+        step = make_step(self.ops, self.plan, contract, None if slot_state is None else slot_state.initial)
+        keys = self.ops.keys(self._seed if seed is None else seed, compiled)
+        static = compiled and self.ops.static_outputs(options or {})
+        return Policy(self.ops, step, adopted.params, slot_state, keys, adopted.load, static)
+
+    def slot_state(self, initial: Any) -> SlotState:
+        """Recurrent state for a loop of your own: `gather(batch)`, act, `scatter(batch, new)`.
+
+        Args:
+          initial: the state of one slot when an episode begins: a tree of arrays without a batch axis, usually zeros.
+        """
+        return SlotState(self.ops, self.table_slots, initial)
+
+    def run(
+        self,
+        policy: Any,
+        *,
+        env_steps: int | None = None,
+        episodes: int | None = None,
+        progress: bool | None = None,
+        on_batch: Callable[[DeviceBatch, Acted], None] | None = None,
+    ) -> Run:
+        """Drives a policy: batch N + 1 forms and travels while N computes.
+
+        Args:
+          policy: from `policy` or `compile`, or anything that `policy` takes.
+          env_steps: how long; the last batch may go beyond it.
+          episodes: how long, said in ended episodes.
+          progress: show a bar; None shows it on a terminal.
+          on_batch: called with each batch and what the policy returned, before the actions are scattered.
+
+        Returns:
+          Counts, rate and episodes.
+
+        Raises:
+          ValueError: not exactly one of `env_steps` and `episodes`.
+        """
+        if (env_steps is None) == (episodes is None):
+            raise ValueError(f"run: expected one of env_steps and episodes, found env_steps={env_steps}, episodes={episodes}")
+        bound = policy if isinstance(policy, Policy) else self.policy(policy)
+        if bound.ops is not self.ops:
+            raise TypeError("run: expected a policy that this adapter has made, found one of another adapter")
+        hidden = self.ops.hidden and bound.is_compiled and on_batch is None and self._preparation is None
+        unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
+        began, batches, steps = time.monotonic(), 0, 0
+        ended: list[Episode] = []
+        for batch in BoundedIterator(_Source(self, hidden), total, unit, progress):
+            try:
+                acted = bound.act(batch.arrays, batch)
+                if on_batch is not None:
+                    on_batch(batch, acted)
+                batch.send(acted.action)
+            except BaseException:
+                batch.release()
+                raise
+            batches, steps = batches + 1, steps + batch.env_steps
+            ended.extend(batch.episodes)
+        self.drain()
+        return Run(steps, batches, time.monotonic() - began, ended)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits until every action that was sent is in its slot.
+
+        Raises:
+          TimeoutError: some are not after `timeout` seconds.
+        """
+        if not self._completer.drain(timeout):
+            raise TimeoutError(f"drain: actions are still on their way from the device after {timeout:g} s")
+        self._receiver.raise_failure()
+
+    # The end.
+
+    def close(self) -> None:
+        """Completes what is on its way and releases every batch that was not answered; any number of times.
+
+        The loader goes on: its next batches can go to another adapter.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._completer.close(CLOSE_TIMEOUT)
+        for host in self._mine:
+            if not (host.answered or self._receiver.closed):
+                host.release()
+        self._mine.clear()
+
+    def __enter__(self) -> DeviceBatches:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        sizes = self.buckets or "any size"
+        return f"DeviceBatches({type(self.ops).__name__}, buckets {sizes}, in_flight {self._completer.in_flight})"
+
+
+class _Batches(Iterator[DeviceBatch]):
+    """Yields batches until the loader or the adapter is closed; an object, so it goes on after an exception."""
+
+    def __init__(self, whose: DeviceBatches, hidden: bool) -> None:
+        self._whose, self._hidden = whose, hidden
+
+    def __next__(self) -> DeviceBatch:
+        try:
+            return self._whose._next(self._hidden, self._whose._limits)
+        except LoaderClosed:
+            raise StopIteration from None
+
+
+class _Source:
+    """What `BoundedIterator` iterates in `run`."""
+
+    def __init__(self, whose: DeviceBatches, hidden: bool) -> None:
+        self._whose, self._hidden = whose, hidden
+
+    def __iter__(self) -> Iterator[DeviceBatch]:
+        return _Batches(self._whose, self._hidden)
+
+
+def _one_buffer(views: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Host arrays laid out in one buffer, as `h2d` wants them."""
+    ends = np.cumsum([0] + [-(-view.nbytes // 64) * 64 for view in views])
+    memory = np.zeros(int(ends[-1]), np.uint8)
+    placed = [
+        memory[int(at) : int(at) + view.nbytes].view(view.dtype).reshape(view.shape)
+        for view, at in zip(views, ends, strict=False)
+    ]
+    for target, view in zip(placed, views, strict=True):
+        target[...] = view
+    return memory, placed

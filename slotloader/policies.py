@@ -1,0 +1,289 @@
+"""The policy contract, recurrent state per slot, and weights that can be swapped between two batches."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slotloader.devices import DeviceOps
+from slotloader.errors import SlotLoaderError
+from slotloader.staging import Plan
+
+Step = Callable[..., Any]
+
+
+class Inputs(NamedTuple):
+    """What a policy sees of one batch; device arrays with one row per row of the bucket. Fields left out are None.
+
+    Attributes:
+      obs: tree of (bucket, ...).
+      reward: float32 (bucket,); 0 for FIRST.
+      step_type: uint8 (bucket,), `StepType`.
+      is_first: bool (bucket,).
+      last_action: tree of (bucket, ...), the action last sent to each slot.
+      info: declared info columns, name to (bucket, ...), e.g. an action mask.
+      env_indices: the slots, (bucket,); `num_slots` for padding rows.
+    """
+
+    obs: Any = None
+    reward: Any = None
+    step_type: Any = None
+    is_first: Any = None
+    last_action: Any = None
+    info: Any = None
+    env_indices: Any = None
+
+
+class Acted(NamedTuple):
+    """What a policy returns.
+
+    Attributes:
+      action: tree of (bucket, ...), by the action space.
+      state: the new recurrent state, a tree of (bucket, ...) like the one given.
+      extras: what a learner wants to keep, e.g. log-probabilities and values; a dict of (bucket, ...).
+    """
+
+    action: Any
+    state: Any = None
+    extras: Any = {}
+
+
+def as_contract(policy: Callable[..., Any], has_params: bool) -> Callable[..., Acted]:
+    """Turns any policy into `(params, inputs, state, key) -> Acted`.
+
+    Args:
+      policy: `policy(params, inputs, state, key) -> Acted`, `policy(params, obs) -> action` or `policy(obs) -> action`; an
+        object with `apply(params, obs)` (flax) if there are params.
+      has_params: whether the caller gave params.
+
+    Raises:
+      TypeError: not callable, or it takes another number of arguments.
+    """
+    if has_params and hasattr(policy, "apply") and not _is_plain_function(policy):
+        policy = policy.apply
+    if not callable(policy):
+        raise TypeError(f"policy: expected a callable, found {policy!r:.200}")
+    count = _positional(policy)
+    if count == 4:
+        return lambda params, inputs, state, key: _as_acted(policy(params, inputs, state, key))
+    if count == 2 and has_params:
+        return lambda params, inputs, state, key: _as_acted(policy(params, inputs.obs))
+    if count == 1 and not has_params:
+        return lambda params, inputs, state, key: _as_acted(policy(inputs.obs))
+    raise TypeError(
+        f"policy: expected policy(obs), policy(params, obs) or policy(params, inputs, state, key), found {policy!r:.200} with "
+        f"{count} required positional arguments {'and' if has_params else 'and no'} params="
+    )
+
+
+def _is_plain_function(policy: Any) -> bool:
+    return inspect.isfunction(policy) or inspect.ismethod(policy) or inspect.isbuiltin(policy)
+
+
+def _positional(policy: Callable[..., Any]) -> int:
+    target = policy.forward if hasattr(policy, "forward") and not inspect.isfunction(policy) else policy
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return 1
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters) and not any(p.default is p.empty for p in parameters[:-1]):
+        return 1
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+
+
+def _as_acted(result: Any) -> Acted:
+    return result if isinstance(result, Acted) else Acted(result)
+
+
+class SlotState:
+    """A tree of recurrent state on the device, one row per slot and a scratch row for padding.
+
+    A slot's rows are the initial state again at every FIRST record, which every episode and every new life begins with.
+
+    Args:
+      ops: the device.
+      num_slots: number of slots.
+      initial: the state of one slot at the start of an episode: a tree of arrays without a batch axis, usually zeros.
+
+    Attributes:
+      tables: tree of (num_slots + 1, ...).
+      initial: tree of (...) on the device.
+    """
+
+    def __init__(self, ops: DeviceOps, num_slots: int, initial: Any) -> None:
+        self._ops = ops
+        self.tables = ops.tree_map(lambda leaf: ops.table(leaf, num_slots + 1), initial)
+        self.initial = ops.tree_map(lambda leaf: ops.table(leaf, 1)[0], initial)
+
+    def gather(self, batch: Any) -> Any:
+        """The rows of a batch from the adapter, tree of (bucket, ...); the initial state where a record is FIRST."""
+        return self._ops.compute(gather_state, self._ops, self.tables, self.initial, batch.env_indices, batch.is_first)
+
+    def scatter(self, batch: Any, state: Any) -> None:
+        """Stores the new state of the batch's slots, tree of (bucket, ...)."""
+        self.tables = self._ops.compute(scatter_state, self._ops, self.tables, batch.env_indices, state)
+
+
+def gather_state(ops: DeviceOps, tables: Any, initial: Any, indices: Any, is_first: Any) -> Any:
+    """Rows `indices` of state tables, reset where `is_first`; pure, so it can be compiled into a step."""
+
+    def rows(table: Any, start: Any) -> Any:
+        mask = is_first.reshape((-1,) + (1,) * (table.ndim - 1))
+        return ops.xp.where(mask, start, table[indices])
+
+    return ops.tree_map(rows, tables, initial)
+
+
+def scatter_state(ops: DeviceOps, tables: Any, indices: Any, state: Any) -> Any:
+    """Tables with `state` at rows `indices`."""
+    return ops.tree_map(lambda table, rows: ops.put(table, indices, rows), tables, state)
+
+
+def make_inputs(plan: Plan, arrays: Sequence[Any]) -> Inputs:
+    """The inputs of a policy out of one device array per field."""
+    values = {name: plan.tree_of(name, arrays) for name in plan.spans}
+    if "step_type" in values:
+        values["is_first"] = values["step_type"] == 0
+    return Inputs(**values)
+
+
+def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initial: Any) -> Step:
+    """The whole step of a policy, to be called as it is or compiled.
+
+    Returns:
+      `step(params, tables, arrays, key) -> (Acted without its state, tables)`. With a state, its rows are gathered from
+      the tables and scattered back inside.
+    """
+
+    def step(params: Any, tables: Any, arrays: Sequence[Any], key: Any) -> tuple[Acted, Any]:
+        inputs = make_inputs(plan, arrays)
+        if tables is None:
+            return contract(params, inputs, None, ops.key(key))._replace(state=None), None
+        state = gather_state(ops, tables, initial, inputs.env_indices, inputs.is_first)
+        acted = contract(params, inputs, state, ops.key(key))
+        if acted.state is None:
+            raise TypeError("policy: expected Acted(action, state) with the new state, since a state was given, found None")
+        return acted._replace(state=None), scatter_state(ops, tables, inputs.env_indices, acted.state)
+
+    return step
+
+
+def _show(leaf: Any) -> str:
+    """Dtype and shape, the same words in every framework."""
+    dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
+    return f"{dtype} {tuple(np.shape(leaf))}"
+
+
+class Policy:
+    """A policy on a device: called with a batch of the adapter, it returns `Acted`.
+
+    Made by `batches.policy(...)` and `batches.compile(...)`. The recurrent state, if any, advances with each call.
+
+    Args:
+      ops: the device.
+      step: from `make_step`; compiled ones by bucket size in `compiled`.
+      params: weights, on the device; None if the policy has its own.
+      state: the recurrent state or None.
+      next_key: makes the randomness of one call.
+      load: puts new weights into a policy that has its own; None if params are given.
+
+    Attributes:
+      version: of the weights, 0 at first; every batch says with which version it was answered.
+      state: the recurrent state, a `SlotState` or None.
+    """
+
+    def __init__(
+        self,
+        ops: DeviceOps,
+        step: Step,
+        params: Any,
+        state: SlotState | None,
+        next_key: Callable[[], Any],
+        load: Callable[[Any], None] | None = None,
+        static_outputs: bool = False,
+    ) -> None:
+        self.ops, self._step, self._params, self.state, self._next_key, self._load = ops, step, params, state, next_key, load
+        self._static_outputs = static_outputs
+        self._compiled: dict[int, Step] = {}
+        self._pending: tuple[Any, int] | None = None
+        self._lock = threading.Lock()
+        self.version = 0
+
+    @property
+    def params(self) -> Any:
+        """The weights in use, on the device; None if the policy has its own."""
+        return self._params
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled, one per bucket."""
+        return bool(self._compiled)
+
+    def compile(self, examples: dict[int, list[Any]], options: dict[str, Any]) -> None:
+        """Compiles one step per bucket: `examples` has padding rows by size."""
+        for rows, arrays in examples.items():
+            tables = None if self.state is None else self.state.tables
+            arguments = (self._params, tables, tuple(arrays), self._next_key())
+            self._compiled[rows] = self.ops.compute(self.ops.compile, self._step, arguments, options)
+
+    def update(self, params: Any, version: int | None = None) -> None:
+        """Swaps the weights, from any thread; they are copied now and used from the next batch on.
+
+        Args:
+          params: like the ones given at first: same tree, shapes and dtypes; for a module with its own weights a state dict.
+          version: of the new weights; default one more than the last.
+
+        Raises:
+          ValueError: another tree, shape or dtype; the old weights stay.
+        """
+        if self._load is None:
+            if self._params is None:
+                raise SlotLoaderError("update: this policy was made without params; give them as params=")
+            self._require_alike(params)
+        copied = self.ops.snapshot(params)
+        with self._lock:
+            last = self.version if self._pending is None else self._pending[1]
+            self._pending = (copied, last + 1 if version is None else version)
+
+    def _require_alike(self, params: Any) -> None:
+        def check(old: Any, new: Any) -> None:
+            if _show(old) != _show(new):
+                raise ValueError(f"update: expected params like those given at first, found {_show(new)} for {_show(old)}")
+
+        try:
+            self.ops.tree_map(check, self._params, params)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"update: expected params of the tree given at first: {error}") from error
+
+    def _swap(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            params, self.version = pending
+            if self._load is None:
+                self._params = params
+            else:
+                self.ops.compute(self._load, params)
+
+    def __call__(self, batch: Any) -> Acted:
+        """Acts on a batch of the adapter; the action is a device array that `batch.send` takes."""
+        return self.act(batch.arrays, batch)
+
+    def act(self, arrays: Sequence[Any], batch: Any) -> Acted:
+        """Acts on staged arrays and notes the version in the batch."""
+        if self._pending is not None:
+            self._swap()
+        batch.version = self.version
+        state = self.state
+        tables = None if state is None else state.tables
+        step = self._compiled.get(batch.bucket, self._step)
+        acted, tables = self.ops.compute(step, self._params, tables, tuple(arrays), self._next_key())
+        if state is not None:
+            state.tables = tables
+        if self._static_outputs:
+            acted = self.ops.tree_map(self.ops.own, acted)  # fence
+        return acted  # type: ignore[no-any-return]

@@ -1,0 +1,106 @@
+"""What is done to observations on the device before a policy sees them: narrower floats and stacked frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slotloader.devices import DeviceOps
+from slotloader.specs import Kind, Leaf, leaves, show_path
+from slotloader.staging import Plan
+
+FrameStack = int | Mapping[Any, int]
+
+
+class Preparation:
+    """Casts float leaves and stacks the last frames of each slot, so that only the newest frame travels.
+
+    A stack is `(k, *shape)` per slot, oldest frame first; at a FIRST record it is that frame k times.
+
+    Args:
+      ops: the device.
+      plan: what travels.
+      num_slots: number of slots.
+      dtype: for float leaves of the observation, or None.
+      frame_stack: number of frames, for the only leaf or by key (a tuple of keys for a nested one), or None.
+
+    Raises:
+      ValueError: an unknown key, or no number of frames.
+    """
+
+    def __init__(self, ops: DeviceOps, plan: Plan, num_slots: int, dtype: Any, frame_stack: FrameStack | None) -> None:
+        self._ops = ops
+        span = plan.spans.get("obs", slice(0, 0))
+        fields = plan.fields[span]
+        kinds = (
+            [leaf for leaf in leaves(plan.trees["obs"]) for _ in range(1 if leaf.kind is Kind.ARRAY else 2)] if fields else []
+        )
+        wanted = _frames_by_leaf(kinds, frame_stack)
+        self._casts = [
+            span.start + at for at, field in enumerate(fields) if dtype is not None and np.issubdtype(field.dtype, np.floating)
+        ]
+        self._stacked = [span.start + at for at in range(len(fields)) if wanted[at]]
+        self.needed = bool(self._casts or self._stacked)
+        self._indices = plan.spans["env_indices"].start
+        self._step_type = plan.spans["step_type"].start if "step_type" in plan.spans else -1
+        if self._stacked and self._step_type < 0:
+            raise ValueError("frame_stack: expected 'step_type' among fields=, since a FIRST record begins a new stack")
+        self._tables: list[Any] = []
+        for at in self._stacked:
+            row = np.zeros((wanted[at - span.start], *plan.fields[at].shape), plan.fields[at].dtype)
+            table = ops.table(row, num_slots + 1)
+            self._tables.append(ops.cast(table, dtype) if at in self._casts else table)
+        self._dtype = dtype
+        self._prepare, self._store = ops.jit(self._step), ops.jit(self._put)
+
+    def _step(self, tables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        found = list(arrays)
+        for at in self._casts:
+            found[at] = self._ops.cast(found[at], self._dtype)
+        xp, indices = self._ops.xp, arrays[self._indices]
+        for at, table in zip(self._stacked, tables, strict=True):
+            newest = found[at][:, None]
+            is_first = (arrays[self._step_type] == 0).reshape((-1,) + (1,) * (table.ndim - 1))
+            found[at] = xp.where(is_first, newest, xp.concatenate((table[indices][:, 1:], newest), 1))
+        return found
+
+    def _put(self, tables: Sequence[Any], indices: Any, stacks: Sequence[Any]) -> list[Any]:
+        return [self._ops.put(table, indices, stack) for table, stack in zip(tables, stacks, strict=True)]
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[[], None] | None]:
+        """Prepares one batch.
+
+        Returns:
+          The arrays, and what to call once the batch is answered: a record that is given back comes again.
+        """
+        prepared = list(self._ops.compute(self._prepare, self._tables, tuple(arrays)))
+        if not self._stacked:
+            return prepared, None
+        indices, stacks = prepared[self._indices], [prepared[at] for at in self._stacked]
+
+        def commit() -> None:
+            self._tables = self._ops.compute(self._store, self._tables, indices, stacks)
+
+        return prepared, commit
+
+
+def _frames_by_leaf(kinds: Sequence[Leaf], frame_stack: FrameStack | None) -> list[int]:
+    """For each array of the observation its number of frames, 0 for none."""
+    if frame_stack is None:
+        return [0] * len(kinds)
+    names = [leaf.path[1:] for leaf in kinds]
+    if not isinstance(frame_stack, Mapping):
+        if len(kinds) != 1:
+            keys = ", ".join(show_path(leaf.path) for leaf in kinds)
+            raise ValueError(
+                f"frame_stack: expected a number for each key to stack, e.g. {{'cam': 4}}, found {frame_stack!r} for {keys}"
+            )
+        frame_stack = {names[0]: frame_stack}
+    asked = {key if isinstance(key, tuple) else (key,): count for key, count in frame_stack.items()}
+    unknown = [key for key in asked if key not in names]
+    wrong = [count for count in asked.values() if isinstance(count, bool) or not isinstance(count, int) or count < 1]
+    if unknown or wrong:
+        raise ValueError(f"frame_stack: expected keys of {names} and numbers of at least 1, found {unknown or wrong}")
+    return [asked.get(name, 0) if leaf.kind is Kind.ARRAY else 0 for name, leaf in zip(names, kinds, strict=True)]
