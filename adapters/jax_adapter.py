@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,8 @@ class JaxOps(HostOps):
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
             self._last.setdefault(Stream.D2H, []).append(array)
-        return array
+            return array
+        return np.asarray(array)
 
     def landed(self, landing: Any) -> Array:
         """As numpy."""
@@ -175,7 +177,8 @@ class JaxOps(HostOps):
     def adopt(self, policy: Any, params: Any) -> Adopted:
         """A callable tree of arrays (an equinox module) is called as a function of its arrays, so they can be swapped."""
         if params is not None:
-            return Adopted(policy, self.snapshot(params))
+            linen = hasattr(policy, "apply") and not inspect.isroutine(policy)  # a flax module, not a function
+            return Adopted(policy.apply if linen else policy, self.snapshot(params))
         leaves, structure = jax.tree.flatten(policy)
         moving = [_is_array(leaf) for leaf in leaves]
         if not any(moving):
@@ -186,7 +189,12 @@ class JaxOps(HostOps):
             whole = [next(arrays) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
             return jax.tree.unflatten(structure, whole)(obs)
 
-        return Adopted(call, self.snapshot([leaf for leaf in leaves if _is_array(leaf)]))
+        def params_of(module: Any) -> Any:
+            if str(jax.tree.structure(module)) != str(structure):
+                raise ValueError(f"update: expected a module of the structure given at first, found {module!r:.200}")
+            return [leaf for leaf in jax.tree.leaves(module) if _is_array(leaf)]
+
+        return Adopted(call, self.snapshot(params_of(policy)), params_of=params_of)
 
     def keys(self, seed: int, compiled: bool) -> Callable[[], Any]:
         """Seed and number of the call; `key` makes a PRNG key of them inside the step."""
@@ -204,9 +212,7 @@ class JaxOps(HostOps):
 
     def snapshot(self, params: Any) -> Any:
         """Copies on every device."""
-        return jax.tree.map(
-            lambda leaf: jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, self._whole), params
-        )
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.array(leaf, copy=True), self._whole), params)
 
     def tree_map(self, function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         """`jax.tree.map`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import Adopted, HostOps, Stream, aligned_buffer, map_tree
+from slotloader.devices import Adopted, HostOps, Own, Stream, aligned_buffer, map_tree
 from slotloader.loader import SlotLoader
 from slotloader.preparation import FrameStack
 from slotloader.receiver import Receiver
@@ -144,7 +144,7 @@ class TorchOps(HostOps):
     def d2h(self, array: Any) -> Any:
         """A host tensor."""
         if not isinstance(array, torch.Tensor):
-            return array
+            return np.asarray(array)
         array = array.detach()
         if array.dtype == torch.bfloat16:
             array = array.float()
@@ -193,7 +193,7 @@ class TorchOps(HostOps):
             return Adopted(policy, None if params is None else self.snapshot(params))
         policy.to(self.device)
         if params is None:
-            return Adopted(policy, None, policy.load_state_dict)
+            return Adopted(lambda obs: policy(obs), None, Own(lambda: dict(policy.state_dict()), policy.load_state_dict))
 
         def call(params: Any, obs: Any) -> Any:
             return torch.func.functional_call(policy, params, (obs,))

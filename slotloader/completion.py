@@ -28,15 +28,17 @@ class Pending:
       batch: the core's batch.
       landings: what `DeviceOps.d2h` returned, one per leaf of the action; a list for a leaf of texts.
       landed: the event after which they can be read.
-      held: device arrays that must live until then: the inputs and the actions.
       done: called once the slots have their actions, or never will.
+      undo: called if they never will.
+      held: the actions on the device, which must live until they have landed.
     """
 
     batch: Batch
     landings: list[Any]
     landed: Any
-    held: Any
-    done: Callable[[], None] | None = None
+    done: Callable[[], None] | None
+    undo: Callable[[], None] | None
+    held: Any = None
 
 
 class Completer:
@@ -61,8 +63,10 @@ class Completer:
         if not self._pending and self._ops.done(pending.landed):
             try:
                 self._complete(pending)
-            finally:
-                self._leave(pending)
+            except BaseException:
+                self._leave(pending, failed=True)
+                raise
+            self._leave(pending)
             return
         self._receiver.promise(pending.batch)
         with self._changed:
@@ -81,8 +85,11 @@ class Completer:
         )
         pending.batch.send(build(self._action, values))
 
-    def _leave(self, pending: Pending) -> None:
+    @staticmethod
+    def _leave(pending: Pending, failed: bool = False) -> None:
         pending.held = None
+        if failed and pending.undo is not None:
+            pending.undo()
         if pending.done is not None:
             pending.done()
 
@@ -96,10 +103,11 @@ class Completer:
                 pending = self._pending[0]
             try:
                 self._complete(pending)
+                self._leave(pending)
             except BaseException as error:  # the next call of the consumer raises it
+                self._leave(pending, failed=True)
                 self._receiver.fail(error)
                 self._receiver.promise(pending.batch, False)
-            self._leave(pending)
             with self._changed:
                 self._pending.popleft()
                 self._changed.notify_all()

@@ -19,7 +19,7 @@ from slotloader.preparation import FrameStack, Preparation
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.slots import StepType
-from slotloader.specs import Kind, flatten, leaves
+from slotloader.specs import Kind, Leaf, flatten, leaves, show_path
 from slotloader.staging import Stage, Staging, checked_buckets, make_plan
 
 CLOSE_TIMEOUT = 5.0
@@ -40,11 +40,12 @@ class DeviceBatch:
       version: of the policy that acted on it, or None.
     """
 
-    __slots__ = ("_commit", "_stage", "_trees", "_whose", "arrays", "bucket", "host", "version")
+    __slots__ = ("_commit", "_stage", "_trees", "_undo", "_whose", "arrays", "bucket", "host", "version")
 
     def __init__(self, whose: DeviceBatches, host: Batch, arrays: Sequence[Any], bucket: int, stage: Stage | None) -> None:
         self._whose, self.host, self.arrays, self.bucket, self._stage = whose, host, arrays, bucket, stage
-        self._commit: Callable[[], None] | None = None
+        self._commit: Callable[[], None] | None = None  # what is to be done before the slots get their actions
+        self._undo: Callable[[], None] | None = None  # and what, if they do not
         self._trees: dict[str, Any] = {}
         self.version: int | None = None
 
@@ -268,6 +269,7 @@ class DeviceBatches:
         self._preparation: Preparation | None = Preparation(ops, self.plan, self.table_slots, dtype, frame_stack)
         if not self._preparation.needed:
             self._preparation = None
+        self._hides = ops.hidden and self._preparation is None  # a compiled policy takes its inputs from the stage
         self._completer = Completer(ops, receiver, self._action, in_flight)
         self._mine: list[Batch] = []  # handed out; those that have been answered are dropped now and then
         self._closed = False
@@ -299,7 +301,7 @@ class DeviceBatches:
             staged = self._staging.put(host, hidden)
             batch = DeviceBatch(self, host, staged.arrays, self._staging.bucket_of(host.size), staged.stage)
             if self._preparation is not None:
-                batch.arrays, batch._commit = self._preparation(staged.arrays)
+                batch.arrays, batch._commit, batch._undo = self._preparation(staged.arrays)
         except BaseException:
             host.release()
             raise
@@ -331,31 +333,37 @@ class DeviceBatches:
             parts = list(flatten(self._action, actions, ("action",)))
         except SpecMismatch as error:
             raise ActionError(f"send refused, no env has stepped: {error}") from error
-        for leaf, part in zip(self._action_leaves, parts, strict=True):
-            if leaf.kind is Kind.ARRAY and tuple(np.shape(part)) not in ((batch.bucket, *leaf.shape), (host.size, *leaf.shape)):
-                self._refuse(batch, leaf, part)
-        ops.wait(Stream.D2H, ops.record(Stream.COMPUTE))  # fence
-        landings = [
-            ops.d2h(part) if leaf.kind is Kind.ARRAY else list(part)
-            for leaf, part in zip(self._action_leaves, parts, strict=True)
-        ]
+        try:
+            ops.wait(Stream.D2H, ops.record(Stream.COMPUTE))  # fence
+            landings = [
+                ops.d2h(part) if leaf.kind is Kind.ARRAY else _texts(part, (batch.bucket, host.size))
+                for leaf, part in zip(self._action_leaves, parts, strict=True)
+            ]
+        except Exception as error:
+            self._receiver.loader.scatterer.check(actions, host.size)  # says what is wrong, as the core would
+            raise ActionError(f"send refused, no env has stepped: the device cannot hand over the actions: {error}") from error
+        for leaf, landing in zip(self._action_leaves, landings, strict=True):
+            shape = (len(landing), *leaf.shape) if isinstance(landing, list) else tuple(landing.shape)
+            if shape not in ((batch.bucket, *leaf.shape), (host.size, *leaf.shape)):
+                self._refuse(batch, leaf, shape)
         landed = ops.record(Stream.D2H)
         stage, batch._stage = batch._stage, None
         give_back = None if stage is None else lambda: self._staging.give_back(stage)
-        self._completer.submit(Pending(host, landings, landed, (batch.arrays, parts), give_back))
+        pending = Pending(host, landings, landed, give_back, batch._undo)
+        pending.held = parts  # fence
         if batch._commit is not None:
             batch._commit()
+        self._completer.submit(pending)
 
-    def _refuse(self, batch: DeviceBatch, leaf: Any, part: Any) -> None:
+    def _refuse(self, batch: DeviceBatch, leaf: Leaf, shape: tuple[int, ...]) -> None:
         rows = f"({batch.size},)" if batch.bucket == batch.size else f"({batch.size},) or, with padding, ({batch.bucket},)"
         remedy = ""
-        shape = tuple(np.shape(part))
         if shape[:1] in ((batch.size,), (batch.bucket,)) and shape[1:] == (*leaf.shape, 1):
             remedy = "; drop the last axis with actions[..., 0]"
         elif shape[1:] == leaf.shape:
             remedy = "; one action per record is needed, in row order"
         raise ActionError(
-            f"send refused, no env has stepped: {'.'.join(map(str, leaf.path))}: expected {leaf.dtype} of rows {rows} and row "
+            f"send refused, no env has stepped: {show_path(leaf.path)}: expected {leaf.dtype} of rows {rows} and row "
             f"shape {leaf.shape}, found shape {shape}{remedy}"
         )
 
@@ -400,8 +408,11 @@ class DeviceBatches:
         examples: dict[int, list[Any]] = {}
         for rows in self._staging.sizes():
             views = self._staging.examples(rows)
-            arrays = list(views) if self.ops.hidden else self.ops.h2d(*_one_buffer(views))
-            examples[rows] = self._preparation(arrays)[0] if self._preparation is not None else arrays
+            arrays = self.ops.h2d(*_one_buffer(views))  # also where they stay hidden: nothing is compiled later
+            if self._preparation is not None:
+                arrays, commit, _ = self._preparation(arrays)
+                commit()
+            examples[rows] = list(views) if self._hides else arrays
         self.ops.wait(Stream.COMPUTE, self.ops.record(Stream.H2D))
         bound.compile(examples, options)
         return bound
@@ -411,17 +422,15 @@ class DeviceBatches:
     ) -> Policy:
         if isinstance(policy, Policy):
             raise TypeError("policy: expected a policy that is not bound to an adapter yet, found one that is")
-        contract = as_contract(policy, params is not None)
         adopted = self.ops.adopt(policy, params)
-        if adopted.function is not policy:
-            contract = as_contract(adopted.function, adopted.params is not None)
+        contract = as_contract(adopted.function, adopted.params is not None)
         slot_state = None if state is None else SlotState(self.ops, self.table_slots, state)
         if slot_state is not None and "step_type" not in self.plan.spans:
             raise ValueError("state: expected 'step_type' among fields=, since a FIRST record begins a new state")
         step = make_step(self.ops, self.plan, contract, None if slot_state is None else slot_state.initial)
         keys = self.ops.keys(self._seed if seed is None else seed, compiled)
         static = compiled and self.ops.static_outputs(options or {})
-        return Policy(self.ops, step, adopted.params, slot_state, keys, adopted.load, static)
+        return Policy(self.ops, step, adopted.params, slot_state, keys, adopted.own, adopted.params_of, static)
 
     def slot_state(self, initial: Any) -> SlotState:
         """Recurrent state for a loop of your own: `gather(batch)`, act, `scatter(batch, new)`.
@@ -460,7 +469,7 @@ class DeviceBatches:
         bound = policy if isinstance(policy, Policy) else self.policy(policy)
         if bound.ops is not self.ops:
             raise TypeError("run: expected a policy that this adapter has made, found one of another adapter")
-        hidden = self.ops.hidden and bound.is_compiled and on_batch is None and self._preparation is None
+        hidden = self._hides and bound.is_compiled and on_batch is None
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
@@ -536,6 +545,13 @@ class _Source:
 
     def __iter__(self) -> Iterator[DeviceBatch]:
         return _Batches(self._whose, self._hidden)
+
+
+def _texts(values: Any, sizes: tuple[int, int]) -> list[Any]:
+    """The values of a Text, Sequence, Graph or OneOf action."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or len(values) not in sizes:
+        raise ValueError(f"expected a list of {sizes[1]} values, found {values!r:.80}")
+    return list(values)
 
 
 def _one_buffer(views: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -25,18 +25,32 @@ class Stream(enum.Enum):
     D2H = "d2h"  # device to host copies of actions
 
 
+class Own(NamedTuple):
+    """The weights that a policy keeps itself.
+
+    Attributes:
+      read: returns them.
+      load: puts new ones in their place.
+    """
+
+    read: Callable[[], Any]
+    load: Callable[[Any], Any]
+
+
 class Adopted(NamedTuple):
     """A policy taken apart.
 
     Attributes:
       function: the function that is called.
       params: its weights on the device, or None.
-      load: puts new weights into a policy that keeps its own, or None.
+      own: the weights that it keeps itself, or None.
+      params_of: turns what `Policy.update` is given into params, or None if it is given params.
     """
 
     function: Callable[..., Any]
     params: Any
-    load: Callable[[Any], None] | None = None
+    own: Own | None = None
+    params_of: Callable[[Any], Any] | None = None
 
 
 class DeviceOps(Protocol):
@@ -128,7 +142,14 @@ class DeviceOps(Protocol):
 
 
 def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Maps over dicts, tuples, named tuples and lists; None stays None, anything else is a leaf."""
+    """Maps over dicts, tuples, named tuples and lists; None stays None, anything else is a leaf.
+
+    Raises:
+      ValueError: trees of different structure.
+    """
+    for other in rest:
+        if _structure(tree) != _structure(other):
+            raise ValueError(f"expected a tree with {_structure(tree)}, found {_structure(other)}")
     if tree is None:
         return None
     if isinstance(tree, dict):
@@ -137,6 +158,14 @@ def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         mapped = [map_tree(function, *children) for children in zip(tree, *rest, strict=True)]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
     return function(tree, *rest)
+
+
+def _structure(tree: Any) -> str:
+    if isinstance(tree, dict):
+        return f"keys {sorted(map(str, tree))}"
+    if isinstance(tree, (tuple, list)):
+        return f"{len(tree)} entries"
+    return "None" if tree is None else "an array"
 
 
 def aligned_buffer(nbytes: int) -> Array:
@@ -173,8 +202,8 @@ class HostOps:
         return function(*args)
 
     def d2h(self, array: Any) -> Any:
-        """The array itself."""
-        return array
+        """A numpy array."""
+        return np.asarray(array)
 
     def landed(self, landing: Any) -> Array:
         """The array itself."""
@@ -226,8 +255,8 @@ class HostOps:
         return False
 
     def adopt(self, policy: Any, params: Any) -> Adopted:
-        """The policy itself."""
-        return Adopted(policy, params)
+        """The policy itself, with a copy of its weights."""
+        return Adopted(policy, None if params is None else self.snapshot(params))
 
     def keys(self, seed: int, compiled: bool) -> Callable[[], Any]:
         """A `numpy.random.Generator`."""

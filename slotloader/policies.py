@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from slotloader.devices import DeviceOps
+from slotloader.devices import DeviceOps, Own
 from slotloader.errors import SlotLoaderError
 from slotloader.staging import Plan
 
@@ -56,43 +57,36 @@ def as_contract(policy: Callable[..., Any], has_params: bool) -> Callable[..., A
     """Turns any policy into `(params, inputs, state, key) -> Acted`.
 
     Args:
-      policy: `policy(params, inputs, state, key) -> Acted`, `policy(params, obs) -> action` or `policy(obs) -> action`; an
-        object with `apply(params, obs)` (flax) if there are params.
-      has_params: whether the caller gave params.
+      policy: `policy(params, inputs, state, key) -> Acted`, `policy(params, obs) -> action` or `policy(obs) -> action`.
+      has_params: whether there are params.
 
     Raises:
       TypeError: not callable, or it takes another number of arguments.
     """
-    if has_params and hasattr(policy, "apply") and not _is_plain_function(policy):
-        policy = policy.apply
     if not callable(policy):
         raise TypeError(f"policy: expected a callable, found {policy!r:.200}")
-    count = _positional(policy)
-    if count == 4:
+    least, most = _positional(policy)
+    if least == 4:
         return lambda params, inputs, state, key: _as_acted(policy(params, inputs, state, key))
-    if count == 2 and has_params:
+    if has_params and least <= 2 <= most:
         return lambda params, inputs, state, key: _as_acted(policy(params, inputs.obs))
-    if count == 1 and not has_params:
+    if not has_params and least <= 1 <= most:
         return lambda params, inputs, state, key: _as_acted(policy(inputs.obs))
     raise TypeError(
         f"policy: expected policy(obs), policy(params, obs) or policy(params, inputs, state, key), found {policy!r:.200} with "
-        f"{count} required positional arguments {'and' if has_params else 'and no'} params="
+        f"{least} required positional arguments {'and' if has_params else 'and no'} params="
     )
 
 
-def _is_plain_function(policy: Any) -> bool:
-    return inspect.isfunction(policy) or inspect.ismethod(policy) or inspect.isbuiltin(policy)
-
-
-def _positional(policy: Callable[..., Any]) -> int:
-    target = policy.forward if hasattr(policy, "forward") and not inspect.isfunction(policy) else policy
+def _positional(policy: Callable[..., Any]) -> tuple[int, float]:
+    """Fewest and most positional arguments that it takes."""
     try:
-        parameters = list(inspect.signature(target).parameters.values())
+        parameters = list(inspect.signature(policy).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
-        return 1
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters) and not any(p.default is p.empty for p in parameters[:-1]):
-        return 1
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+        return 1, 2
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    unbounded = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return sum(p.default is p.empty for p in places), float("inf") if unbounded else len(places)
 
 
 def _as_acted(result: Any) -> Acted:
@@ -118,14 +112,15 @@ class SlotState:
         self._ops = ops
         self.tables = ops.tree_map(lambda leaf: ops.table(leaf, num_slots + 1), initial)
         self.initial = ops.tree_map(lambda leaf: ops.table(leaf, 1)[0], initial)
+        self._gather, self._scatter = ops.jit(partial(gather_state, ops)), ops.jit(partial(scatter_state, ops))
 
     def gather(self, batch: Any) -> Any:
         """The rows of a batch from the adapter, tree of (bucket, ...); the initial state where a record is FIRST."""
-        return self._ops.compute(gather_state, self._ops, self.tables, self.initial, batch.env_indices, batch.is_first)
+        return self._ops.compute(self._gather, self.tables, self.initial, batch.env_indices, batch.is_first)
 
     def scatter(self, batch: Any, state: Any) -> None:
         """Stores the new state of the batch's slots, tree of (bucket, ...)."""
-        self.tables = self._ops.compute(scatter_state, self._ops, self.tables, batch.env_indices, state)
+        self.tables = self._ops.compute(self._scatter, self.tables, batch.env_indices, state)
 
 
 def gather_state(ops: DeviceOps, tables: Any, initial: Any, indices: Any, is_first: Any) -> Any:
@@ -189,7 +184,9 @@ class Policy:
       params: weights, on the device; None if the policy has its own.
       state: the recurrent state or None.
       next_key: makes the randomness of one call.
-      load: puts new weights into a policy that has its own; None if params are given.
+      own: how to read and to load the weights of a policy that has its own, or None.
+      params_of: turns what `update` is given into params, or None.
+      static_outputs: compiled steps write their results to the same memory at each call.
 
     Attributes:
       version: of the weights, 0 at first; every batch says with which version it was answered.
@@ -203,11 +200,12 @@ class Policy:
         params: Any,
         state: SlotState | None,
         next_key: Callable[[], Any],
-        load: Callable[[Any], None] | None = None,
+        own: Own | None = None,
+        params_of: Callable[[Any], Any] | None = None,
         static_outputs: bool = False,
     ) -> None:
-        self.ops, self._step, self._params, self.state, self._next_key, self._load = ops, step, params, state, next_key, load
-        self._static_outputs = static_outputs
+        self.ops, self._step, self._params, self.state, self._next_key, self._own = ops, step, params, state, next_key, own
+        self._params_of, self._static_outputs = params_of, static_outputs
         self._compiled: dict[int, Step] = {}
         self._pending: tuple[Any, int] | None = None
         self._lock = threading.Lock()
@@ -234,28 +232,30 @@ class Policy:
         """Swaps the weights, from any thread; they are copied now and used from the next batch on.
 
         Args:
-          params: like the ones given at first: same tree, shapes and dtypes; for a module with its own weights a state dict.
+          params: like the ones given at first: same tree, shapes and dtypes. For a torch module with its own weights a state
+            dict, for a jax module without `params=` such a module.
           version: of the new weights; default one more than the last.
 
         Raises:
           ValueError: another tree, shape or dtype; the old weights stay.
         """
-        if self._load is None:
-            if self._params is None:
-                raise SlotLoaderError("update: this policy was made without params; give them as params=")
-            self._require_alike(params)
+        if self._own is None and self._params is None:
+            raise SlotLoaderError("update: this policy was made without params; give them as params=")
+        if self._params_of is not None:
+            params = self._params_of(params)
+        self._require_alike(self._params if self._own is None else self._own.read(), params)
         copied = self.ops.snapshot(params)
         with self._lock:
             last = self.version if self._pending is None else self._pending[1]
             self._pending = (copied, last + 1 if version is None else version)
 
-    def _require_alike(self, params: Any) -> None:
+    def _require_alike(self, last: Any, params: Any) -> None:
         def check(old: Any, new: Any) -> None:
             if _show(old) != _show(new):
                 raise ValueError(f"update: expected params like those given at first, found {_show(new)} for {_show(old)}")
 
         try:
-            self.ops.tree_map(check, self._params, params)
+            self.ops.tree_map(check, last, params)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"update: expected params of the tree given at first: {error}") from error
 
@@ -264,10 +264,10 @@ class Policy:
             pending, self._pending = self._pending, None
         if pending is not None:
             params, self.version = pending
-            if self._load is None:
+            if self._own is None:
                 self._params = params
             else:
-                self.ops.compute(self._load, params)
+                self.ops.compute(self._own.load, params)
 
     def __call__(self, batch: Any) -> Acted:
         """Acts on a batch of the adapter; the action is a device array that `batch.send` takes."""

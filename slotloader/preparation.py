@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,35 +56,38 @@ class Preparation:
         self._dtype = dtype
         self._prepare, self._store = ops.jit(self._step), ops.jit(self._put)
 
-    def _step(self, tables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    def _step(self, tables: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The prepared arrays, and the stacks as they were."""
         found = list(arrays)
+        stored = []
         for at in self._casts:
             found[at] = self._ops.cast(found[at], self._dtype)
         xp, indices = self._ops.xp, arrays[self._indices]
         for at, table in zip(self._stacked, tables, strict=True):
             newest = found[at][:, None]
             is_first = (arrays[self._step_type] == 0).reshape((-1,) + (1,) * (table.ndim - 1))
-            found[at] = xp.where(is_first, newest, xp.concatenate((table[indices][:, 1:], newest), 1))
-        return found
+            stored.append(table[indices])
+            found[at] = xp.where(is_first, newest, xp.concatenate((stored[-1][:, 1:], newest), 1))
+        return found, stored
 
     def _put(self, tables: Sequence[Any], indices: Any, stacks: Sequence[Any]) -> list[Any]:
         return [self._ops.put(table, indices, stack) for table, stack in zip(tables, stacks, strict=True)]
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[[], None] | None]:
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
         """Prepares one batch.
 
         Returns:
-          The arrays, and what to call once the batch is answered: a record that is given back comes again.
+          The arrays; what to call before its slots get their actions; and what to call if they do not after all. A record
+          that is given back comes again and must not be pushed twice.
         """
-        prepared = list(self._ops.compute(self._prepare, self._tables, tuple(arrays)))
-        if not self._stacked:
-            return prepared, None
+        prepared, last = self._ops.compute(self._prepare, self._tables, tuple(arrays))
         indices, stacks = prepared[self._indices], [prepared[at] for at in self._stacked]
 
-        def commit() -> None:
-            self._tables = self._ops.compute(self._store, self._tables, indices, stacks)
+        def store(rows: Sequence[Any]) -> None:
+            if self._stacked:
+                self._tables = self._ops.compute(self._store, self._tables, indices, rows)
 
-        return prepared, commit
+        return list(prepared), partial(store, stacks), partial(store, last)
 
 
 def _frames_by_leaf(kinds: Sequence[Leaf], frame_stack: FrameStack | None) -> list[int]:

@@ -44,6 +44,8 @@ def checked_buckets(buckets: Sequence[int] | None, max_get: int, divisor: int = 
     if buckets is None:
         sizes = {max_get} | {1 << bit for bit in range(max_get.bit_length()) if 1 << bit < max_get}
         return tuple(sorted({-(-size // divisor) * divisor for size in sizes}))
+    if not isinstance(buckets, Sequence) or isinstance(buckets, str):
+        raise TypeError(f"buckets: expected a sequence of sizes, e.g. (8, 32), found {buckets!r}")
     chosen = list(buckets)
     wrong = [size for size in chosen if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1]
     if wrong:
