@@ -62,7 +62,7 @@ def to_jax(
     found = jax.devices()[:1] if devices is None else [devices] if isinstance(devices, jax.Device) else list(devices)
     if not found or not all(isinstance(device, jax.Device) for device in found):
         raise ValueError(f"devices: expected jax devices, e.g. jax.devices(), found {devices!r}")
-    if buckets is not None and not len(buckets):
+    if isinstance(buckets, Sequence) and not buckets:
         raise ValueError("buckets: expected at least one size, since jax compiles for each, found ()")
     return DeviceBatches(
         loader,
@@ -98,6 +98,7 @@ class JaxOps(HostOps):
         mesh = Mesh(np.array(devices), ("batch",))
         self._rows = NamedSharding(mesh, PartitionSpec("batch"))
         self._whole = NamedSharding(mesh, PartitionSpec())
+        self._remote = any(device.platform != "cpu" for device in devices)
         self._copies: dict[int, Callable[..., Any]] = {}
         self._last: dict[Stream, Any] = {}
 
@@ -124,7 +125,8 @@ class JaxOps(HostOps):
     def d2h(self, array: Any) -> Any:
         """Begins the copy where there is one to make."""
         if isinstance(array, jax.Array):
-            array.copy_to_host_async()
+            if self._remote:
+                array.copy_to_host_async()
             self._last.setdefault(Stream.D2H, []).append(array)
             return array
         return np.asarray(array)

@@ -57,6 +57,8 @@ def to_torch(
     the current stream is ordered after it, and `send` does not wait for it. For several GPUs make one adapter per
     receiver of `loader.split(n)`.
 
+    On a CPU call `torch.set_num_threads(1)` first: torch's threads otherwise spin on the cores that the environments need.
+
     Args:
       loader: a loader, or one of the receivers of `loader.split(n)`.
       device: where tensors live; default the accelerator if there is one, else "cpu".
@@ -148,7 +150,7 @@ class TorchOps(HostOps):
         array = array.detach()
         if array.dtype == torch.bfloat16:
             array = array.float()
-        return array.resolve_conj().cpu()
+        return array.resolve_conj().resolve_neg().cpu()
 
     def landed(self, landing: Any) -> Array:
         """Over the tensor's memory."""

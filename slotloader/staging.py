@@ -20,6 +20,7 @@ import numpy as np
 from slotloader.batches import Batch
 from slotloader.buffers import BufferPool
 from slotloader.devices import DeviceOps, Stream
+from slotloader.errors import SpecMismatch
 from slotloader.layout import Layout
 from slotloader.slots import Table
 from slotloader.specs import Array, Kind, Leaf, Tree, build, leaves, show_path
@@ -82,6 +83,7 @@ class Field:
       shape: of a row.
       dtype: on the way, and on the device.
       fill: what padding rows hold.
+      narrowed: name of the leaf if the device takes fewer bits than it has; every value is checked, then.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Field:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     fill: int = 0
+    narrowed: str = ""
 
     @property
     def row_bytes(self) -> int:
@@ -155,29 +158,43 @@ def make_plan(table: Table, ops: DeviceOps, names: Sequence[str] | None, float64
         begin, at = len(fields), iter(columns)
         for leaf in leaves(tree):
             for _, dtype, shape in parts(leaf):
-                fields.append(Field(name, next(at), shape, _device_dtype(ops, leaf, dtype, float64)))
+                found, narrowed = _device_dtype(ops, leaf, dtype, float64)
+                fill = table.num_slots if name == "env_indices" else 0  # the scratch row of `SlotState`
+                fields.append(Field(name, next(at), shape, found, fill, narrowed))
         spans[name], trees[name] = slice(begin, len(fields)), tree
-    padding = {"env_indices": table.num_slots}  # the scratch row of `SlotState`
-    return Plan(tuple(Field(f.name, f.column, f.shape, f.dtype, padding.get(f.name, 0)) for f in fields), spans, trees)
+    return Plan(tuple(fields), spans, trees)
 
 
-def _device_dtype(ops: DeviceOps, leaf: Leaf, dtype: np.dtype[Any], float64: str) -> np.dtype[Any]:
+def _device_dtype(ops: DeviceOps, leaf: Leaf, dtype: np.dtype[Any], float64: str) -> tuple[np.dtype[Any], str]:
+    """The dtype of a leaf on the device, and its name if its values must be checked, since they may not fit."""
     if dtype == np.float64 and float64 == "float32":
         dtype = np.dtype(np.float32)
     try:
         found = ops.dtype(dtype)
     except ValueError as error:
         raise ValueError(f"{show_path(leaf.path)}: {error}; leave it out with fields=, or declare another dtype") from error
-    if found != dtype and dtype.kind in "iu" and leaf.kind is Kind.ARRAY:
-        bounds = np.iinfo(found)
-        low, high = leaf.low, leaf.high
-        least = 0 if low is None and leaf.path[0] == "env_indices" else low
-        if least is None or high is None or np.min(least) < bounds.min or np.max(high) > bounds.max:
-            raise ValueError(
-                f"{show_path(leaf.path)}: expected integers that the device takes, found {dtype} that may not fit into "
-                f"{found}; declare bounds that fit, or for jax set jax_enable_x64"
-            )
-    return found
+    if found == dtype or dtype.kind not in "iu" or leaf.kind is not Kind.ARRAY or leaf.path == ("env_indices",):
+        return found, ""
+    bounds = np.iinfo(found)
+    fits = leaf.low is not None and leaf.high is not None and np.min(leaf.low) >= bounds.min and np.max(leaf.high) <= bounds.max
+    return found, "" if fits else show_path(leaf.path)
+
+
+def _require_fitting(field: Field, values: Array) -> None:
+    bounds = np.iinfo(field.dtype)
+    wrong = values[(values < bounds.min) | (values > bounds.max)]
+    if wrong.size:
+        raise SpecMismatch(
+            f"{field.narrowed}: expected integers that the device holds as {field.dtype}, found {wrong[0]}; leave it out with "
+            "fields=, or for jax set jax_enable_x64"
+        )
+
+
+class BufferLayout(NamedTuple):
+    """Where the fields of one bucket lie in a buffer: bytes in all; begin, end, dtype and shape of each."""
+
+    nbytes: int
+    places: tuple[tuple[int, int, np.dtype[Any], tuple[int, ...]], ...]
 
 
 @dataclass
@@ -218,9 +235,20 @@ class Staging:
         self._largest = buckets[-1] if buckets else max_get
         self._smallest = [next(b for b in buckets if b >= size) for size in range(1, self._largest + 1)] if buckets else []
         self._pool = BufferPool((), np.dtype(np.uint8))
+        self._layouts: dict[int, BufferLayout] = {}
+        # Per field: its name in the batch, or its column and whether `np.take` is the quicker way to its rows.
+        self._sources = [
+            (
+                field.name,
+                field.column,
+                field.column is not None and field.column.dtype == field.dtype and field.row_bytes >= _TAKE_BYTES,
+                field,
+            )
+            for field in plan.fields
+        ]
         self._free: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         if ops.staged or ops.hidden:
-            nbytes = self._offsets(self._largest)[-1]
+            nbytes = self._layout(self._largest).nbytes
             for _ in range(depth):
                 self._free.put(Stage(ops.host_buffer(nbytes)))
 
@@ -228,18 +256,18 @@ class Staging:
         """The smallest bucket for `size` rows."""
         return self._smallest[size - 1] if self._smallest else size
 
-    def _offsets(self, rows: int) -> list[int]:
-        """Where each field begins in a buffer for `rows` rows, and where the buffer ends."""
-        ends = np.cumsum([0] + [-(-rows * field.row_bytes // _ALIGN) * _ALIGN for field in self._plan.fields])
-        return [int(end) for end in ends]
+    def _layout(self, rows: int) -> BufferLayout:
+        """Where each field lies in a buffer for `rows` rows; computed once."""
+        if rows not in self._layouts:
+            places, end = [], 0
+            for field in self._plan.fields:
+                places.append((end, end + rows * field.row_bytes, field.dtype, (rows, *field.shape)))
+                end += -(-rows * field.row_bytes // _ALIGN) * _ALIGN
+            self._layouts[rows] = BufferLayout(end, tuple(places))
+        return self._layouts[rows]
 
-    def _view(self, memory: Array, rows: int) -> tuple[Array, list[Array]]:
-        offsets = self._offsets(rows)
-        views = [
-            memory[offset : offset + rows * field.row_bytes].view(field.dtype).reshape(rows, *field.shape)
-            for field, offset in zip(self._plan.fields, offsets, strict=False)
-        ]
-        return memory[: offsets[-1]], views
+    def _view(self, memory: Array, rows: int) -> list[Array]:
+        return [memory[begin:end].view(dtype).reshape(shape) for begin, end, dtype, shape in self._layout(rows).places]
 
     def put(self, batch: Batch, hidden: bool = False) -> Staged:
         """Stages a batch whose slots are leased.
@@ -251,7 +279,8 @@ class Staging:
         rows = self.bucket_of(batch.size)
         ops = self._ops
         if not (hidden or ops.staged):
-            memory, views = self._view(self._pool.take(self._offsets(rows)[-1]), rows)
+            memory = self._pool.take(self._layout(rows).nbytes)
+            views = self._view(memory, rows)
             self._fill(batch, views)
             return Staged(ops.h2d(memory, views), None)
         stage = self._free.get()
@@ -260,7 +289,7 @@ class Staging:
                 ops.host_wait(stage.copied)  # fence
                 stage.copied = None
             if rows not in stage.views:
-                stage.views[rows] = self._view(stage.memory, rows)
+                stage.views[rows] = stage.memory[: self._layout(rows).nbytes], self._view(stage.memory, rows)
             memory, views = stage.views[rows]
             self._fill(batch, views)
             if hidden:
@@ -281,15 +310,19 @@ class Staging:
 
     def _fill(self, batch: Batch, views: Sequence[Array]) -> None:
         size, slots = batch.size, batch.env_indices
-        for field, view in zip(self._plan.fields, views, strict=True):
-            column = field.column
+        padded = size < len(views[0])
+        for (name, column, takes, field), view in zip(self._sources, views, strict=True):
+            rows = view[:size] if padded else view
             if column is None:
-                view[:size] = getattr(batch, field.name)
-            elif column.dtype == view.dtype and field.row_bytes >= _TAKE_BYTES:
-                np.take(column, slots, axis=0, mode="clip", out=view[:size])
+                rows[...] = getattr(batch, name)
+            elif takes:
+                np.take(column, slots, axis=0, mode="clip", out=rows)
             else:
-                view[:size] = column[slots]
-            if size < len(view):
+                found = column[slots]
+                if field.narrowed:
+                    _require_fitting(field, found)
+                rows[...] = found
+            if padded:
                 view[size:] = field.fill  # fence
 
     def examples(self, rows: int) -> list[Array]:
