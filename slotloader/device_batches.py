@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slotloader.batches import Batch, Episode
-from slotloader.completion import Completer, Pending
+from slotloader.completion import Completer, Pending, trimmed
 from slotloader.devices import DeviceOps, Stream
 from slotloader.errors import ActionError, LeaseExpired, LoaderClosed, SpecMismatch
 from slotloader.loader import SlotLoader
@@ -19,7 +19,7 @@ from slotloader.preparation import FrameStack, Preparation
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.slots import StepType
-from slotloader.specs import Kind, Leaf, flatten, leaves, show_path
+from slotloader.specs import Kind, Leaf, build, flatten, leaves, show_path
 from slotloader.staging import Stage, Staging, checked_buckets, make_plan
 
 CLOSE_TIMEOUT = 5.0
@@ -329,6 +329,38 @@ class DeviceBatches:
         if host.promised:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
         self._receiver.require_unanswered(host)
+        parts, landings = self._fetch(batch, actions)
+        landed = ops.record(Stream.D2H)
+        stage, batch._stage = batch._stage, None
+        give_back = None if stage is None else lambda: self._staging.give_back(stage)
+        pending = Pending(host, landings, landed, give_back, batch._undo)
+        pending.held = parts  # fence
+        if batch._commit is not None:
+            batch._commit()
+        self._completer.submit(pending)
+
+    def answer_some(self, batch: DeviceBatch, actions: Any, rows: Any) -> None:
+        """Answers the rows bool (size,) and waits for the device to do so; the others stay leased."""
+        host, ops = batch.host, self.ops
+        parts, landings = self._fetch(batch, actions)
+        ops.host_wait(ops.record(Stream.D2H))
+        values = (
+            landing[: host.size] if isinstance(landing, list) else trimmed(ops.landed(landing), host.size)
+            for landing in landings
+        )
+        if batch._commit is not None:
+            batch._commit()
+        try:
+            self._receiver.answer_some(host, build(self._action, values), rows)
+        except BaseException:
+            if batch._undo is not None:
+                batch._undo()
+            raise
+        del parts  # they must live until they have landed
+
+    def _fetch(self, batch: DeviceBatch, actions: Any) -> tuple[list[Any], list[Any]]:
+        """Begins to bring actions to the host; returns them as leaves, on the device and where they will land."""
+        host, ops = batch.host, self.ops
         try:
             parts = list(flatten(self._action, actions, ("action",)))
         except SpecMismatch as error:
@@ -346,14 +378,7 @@ class DeviceBatches:
             shape = (len(landing), *leaf.shape) if isinstance(landing, list) else tuple(landing.shape)
             if shape not in ((batch.bucket, *leaf.shape), (host.size, *leaf.shape)):
                 self._refuse(batch, leaf, shape)
-        landed = ops.record(Stream.D2H)
-        stage, batch._stage = batch._stage, None
-        give_back = None if stage is None else lambda: self._staging.give_back(stage)
-        pending = Pending(host, landings, landed, give_back, batch._undo)
-        pending.held = parts  # fence
-        if batch._commit is not None:
-            batch._commit()
-        self._completer.submit(pending)
+        return parts, landings
 
     def _refuse(self, batch: DeviceBatch, leaf: Leaf, shape: tuple[int, ...]) -> None:
         rows = f"({batch.size},)" if batch.bucket == batch.size else f"({batch.size},) or, with padding, ({batch.bucket},)"
@@ -496,6 +521,11 @@ class DeviceBatches:
         if not self._completer.drain(timeout):
             raise TimeoutError(f"drain: actions are still on their way from the device after {timeout:g} s")
         self._receiver.raise_failure()
+
+    @property
+    def receiver(self) -> Receiver:
+        """Where its batches come from."""
+        return self._receiver
 
     # The end.
 
