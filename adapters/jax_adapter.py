@@ -91,6 +91,7 @@ class JaxOps(HostOps):
 
     staged = True
     hidden = True
+    traced = True
     xp: Any = jnp
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
@@ -172,9 +173,17 @@ class JaxOps(HostOps):
         jitted = jax.jit(step, donate_argnums=(1,))
         return jitted.lower(params, tables, rows, key).compile(compiler_options=options or None)
 
-    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def array(self, array: Array) -> Any:
+        """A copy, on every device."""
+        return jax.device_put(jnp.array(array, copy=True), self._whole)
+
+    def adapt(self, array: Any) -> Any:
+        """Copies what is no jax array."""
+        return array if isinstance(array, jax.Array) else self.array(np.asarray(array))
+
+    def jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`jax.jit`."""
-        return jax.jit(function)
+        return jax.jit(function, donate_argnums=donate)
 
     def adopt(self, policy: Any, params: Any) -> Adopted:
         """A callable tree of arrays (an equinox module) is called as a function of its arrays, so they can be swapped."""

@@ -129,8 +129,8 @@ class Batch:
     """
 
     __slots__ = (
-        "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_serial", "_taken_ns",
-        "env_indices", "episodes", "promised", "released", "reward", "step_type",
+        "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_sequence", "_serial",
+        "_taken_ns", "env_indices", "episodes", "promised", "released", "reward", "step_type",
     )  # fmt: skip
 
     def __init__(
@@ -152,6 +152,7 @@ class Batch:
         self._obs: Any = None
         self._info: Any = None
         self._last_action: Any = None
+        self._sequence: Any = None
         self._rows: list[Rows] | None = None
         self._open: Array | None = None  # slots not yet answered, once some have been
         self.released = self.promised = False
@@ -196,6 +197,13 @@ class Batch:
                 f"read batch.{name} before batch.send"
             )
         return gather(self.env_indices)
+
+    @property
+    def sequence(self) -> Array:
+        """uint64 (B,): how many records each slot had published, with this one; the next record has one more."""
+        if self._sequence is None:
+            self._sequence = self._gather("sequence", self._receiver.gather_sequence)
+        return self._sequence  # type: ignore[no-any-return]
 
     @property
     def discount(self) -> Array:

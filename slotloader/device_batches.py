@@ -49,6 +49,11 @@ class DeviceBatch:
         self._trees: dict[str, Any] = {}
         self.version: int | None = None
 
+    @property
+    def ops(self) -> DeviceOps:
+        """The device that it is on."""
+        return self._whose.ops
+
     def _tree(self, name: str) -> Any:
         if name not in self._trees:
             if self._stage is not None:
@@ -273,6 +278,11 @@ class DeviceBatches:
         self._completer = Completer(ops, receiver, self._action, in_flight)
         self._mine: list[Batch] = []  # handed out; those that have been answered are dropped now and then
         self._closed = False
+
+    @property
+    def receiver(self) -> Receiver:
+        """Where the batches come from."""
+        return self._receiver
 
     # Receiving.
 

@@ -150,8 +150,8 @@ def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initia
     """The whole step of a policy, to be called as it is or compiled.
 
     Returns:
-      `step(params, tables, arrays, key) -> (Acted without its state, tables)`. With a state, its rows are gathered from
-      the tables and scattered back inside.
+      `step(params, tables, arrays, key) -> (Acted, tables)`. With a state, its rows are gathered from the tables and scattered
+      back inside; the `Acted` has the rows that the policy acted from, which is what a learner needs.
     """
 
     def step(params: Any, tables: Any, arrays: Sequence[Any], key: Any) -> tuple[Acted, Any]:
@@ -162,7 +162,7 @@ def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initia
         acted = contract(params, inputs, state, ops.key(key))
         if acted.state is None:
             raise TypeError("policy: expected Acted(action, state) with the new state, since a state was given, found None")
-        return acted._replace(state=None), scatter_state(ops, tables, inputs.env_indices, acted.state)
+        return acted._replace(state=state), scatter_state(ops, tables, inputs.env_indices, acted.state)
 
     return step
 
@@ -243,8 +243,8 @@ class Policy:
             raise SlotLoaderError("update: this policy was made without params; give them as params=")
         if self._params_of is not None:
             params = self._params_of(params)
-        self._require_alike(self._params if self._own is None else self._own.read(), params)
         copied = self.ops.snapshot(params)
+        self._require_alike(self._params if self._own is None else self._own.read(), copied)
         with self._lock:
             last = self.version if self._pending is None else self._pending[1]
             self._pending = (copied, last + 1 if version is None else version)
@@ -270,7 +270,11 @@ class Policy:
                 self.ops.compute(self._own.load, params)
 
     def __call__(self, batch: Any) -> Acted:
-        """Acts on a batch of the adapter; the action is a device array that `batch.send` takes."""
+        """Acts on a batch of the adapter.
+
+        Returns:
+          The action, for `batch.send`; the extras; and as `state` the state that it acted from, for `Unrolls`.
+        """
         return self.act(batch.arrays, batch)
 
     def act(self, arrays: Sequence[Any], batch: Any) -> Acted:

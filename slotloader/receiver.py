@@ -62,6 +62,7 @@ class Receiver:
         self._wakers, self._worker_of = loader.wakers, table.owner
         self.gather_observation = loader.gatherers[0]
         self.gather_info, self.gather_action = loader.gatherers[1], loader.gatherers[2]
+        self.gather_sequence = table.sequence.__getitem__
         self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
         self._consumer: dict[str, int] = {}  # the thread whose `recv` runs; setdefault on a dict is atomic
         # `progress` of the last record handed out, and the same rows as opaque bytes: numpy copies those four times faster.
@@ -618,7 +619,7 @@ class Receiver:
 
     @property
     def receiver(self) -> Receiver:
-        """Itself: what takes a loader or a receiver asks for this."""
+        """Itself: what takes a loader, a receiver or an adapter asks for this."""
         return self
 
     @property
