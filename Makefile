@@ -1,13 +1,14 @@
 # Two commands do everything on a machine with python3: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+POLICY ?= numpy
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test check bench clean
 
-demo: $(VENV)/.demo ## a fleet of real ALE environments, with live rates and the verdict; ARGS="--env CartPole-v1"
-	$(BIN)/slotloader demo $(ARGS)
+demo: $(VENV)/.demo-$(POLICY) ## a fleet of real ALE environments, with live rates and the verdict; POLICY=torch, ARGS="--env CartPole-v1"
+	$(BIN)/slotloader demo --policy $(POLICY) $(ARGS)
 
 test: $(VENV)/.dev ## lint, types, every test; ARGS="-k former"
 	$(BIN)/ruff check .
@@ -21,8 +22,12 @@ bench: $(VENV)/.bench ## every benchmark, medians of five runs
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.demo-numpy: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[gym]'
+	touch $@
+
+$(VENV)/.demo-torch $(VENV)/.demo-jax: $(VENV)/.demo-%: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[gym,$*]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt

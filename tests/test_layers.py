@@ -19,12 +19,16 @@ ORDER = (
     "errors", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats", "channel", "pickling",
     "runner", "reports", "workers", "buffers", "batches", "actions", "supervision", "fleet", "local_fleets",
     "worker_process", "nursery", "process_fleet", "progress", "receiver", "loader", "devices", "staging", "policies",
-    "preparation", "completion", "device_batches", "__init__", "demo", "cli",
+    "preparation", "completion", "device_batches", "learners", "__init__", "demo", "cli",
 )  # fmt: skip
 THIRD_PARTY = {"numpy", "posix_ipc", "msgpack", "cloudpickle"}
 FRAMEWORKS = {"torch", "jax", "grpc", "gymnasium", "dm_env", "tensorflow", "ale_py"}
 # What may be imported late, inside a function: process workers need POSIX, the command line needs a demo that is run.
-LATE = {"loader": {"slotloader.process_fleet"}, "cli": {"slotloader.demo"}, "demo": {"ale_py"}}
+LATE = {
+    "loader": {"slotloader.process_fleet"},
+    "cli": {"slotloader.demo"},
+    "demo": {"ale_py", "slotloader.adapters.demo_torch", "slotloader.adapters.demo_jax"},
+}
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:
