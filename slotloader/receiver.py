@@ -246,7 +246,11 @@ class Receiver:
     def _lowered(self, request: Request, expected: int) -> Request:
         """`min_get` is above what can come: an error while batches are unanswered, lowered for slots lost for good."""
         if self._alive == 0:
-            raise SlotLoaderError("no slot is left: every env of this loader has failed; build a new SlotLoader")
+            last = self._loader.last_failure
+            raise SlotLoaderError(
+                "no slot is left: every env of this loader has failed or was removed; build a new SlotLoader"
+                + (f". The last failure: {last}" if last else " or add_envs")
+            )
         if request.min_get > self._alive:
             if not self._warned:
                 self._warned = True
