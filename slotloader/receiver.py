@@ -249,7 +249,7 @@ class Receiver:
             last = self._loader.last_failure
             raise SlotLoaderError(
                 "no slot is left: every env of this loader has failed or was removed; build a new SlotLoader"
-                + (f". The last failure: {last}" if last else " or add_envs")
+                + (f". The last failure: {last}" if last else " or use add_envs")
             )
         if request.min_get > self._alive:
             if not self._warned:
