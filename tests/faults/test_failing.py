@@ -20,7 +20,7 @@ from typing import Any
 import chaos
 import numpy as np
 import pytest
-from checks import until
+from checks import kill_quietly, until
 from play import Play, gone, reaped
 from sick import (
     EPISODE,
@@ -133,7 +133,7 @@ def storm(steps: int) -> float:
             while not over.wait(0.05):
                 for worker in (4, 5):
                     if pid := loader.fleet.pids.get(worker):
-                        os.kill(pid, signal.SIGKILL)
+                        kill_quietly(pid)  # reaped a moment ago, perhaps
                         next(kills)
 
         thread = threading.Thread(target=kill)
