@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from slotloader.loader import SlotLoader
 
 _READY, _LEASED, _ACTED, _DEAD = (int(s) for s in (State.READY, State.LEASED, State.ACTED, State.DEAD))
-_FEW = 512  # up to so many slots bytes.count beats numpy
 _TERMINATION, _TRUNCATION = b"\x02", b"\x03"
 
 
@@ -56,7 +55,7 @@ class Receiver:
         self._index, self._first, self._end = index, first, end
         self.request = loader.request_for(end - first)
         self._signal = loader.fleet.signals[index]
-        self._states, self._state, self._state_words = table.state[first:end], table.state, table.state_words
+        self._states, self._state, self._count_ready = table.state[first:end], table.state, table.count_ready
         self._fence = make_fence()
         self._order_fence = make_order_fence(self._fence)
         self._wakers, self._worker_of = loader.wakers, table.owner
@@ -182,7 +181,7 @@ class Receiver:
                     self._loader.raise_events()
                 if self._failure is not None:
                     self.raise_failure()
-                count = self._count_ready()
+                count = self._count_ready(self._first, self._end)
                 expected = self._alive - self._leased + self._promised
                 if self._loader.paused:
                     expected = self._in_flight(request, count)
@@ -213,11 +212,6 @@ class Receiver:
         self._wanted[self._index] = self._naps << 32 | wanted
         self._fence()
         return wanted
-
-    def _count_ready(self) -> int:
-        if self._end - self._first <= _FEW:
-            return self._state_words[self._first : self._end].tobytes().count(_READY)  # type: ignore[no-any-return]
-        return int(np.count_nonzero(self._states == _READY))
 
     def _ready(self) -> Array:
         ready: Array = (self._states == _READY).nonzero()[0]
@@ -257,7 +251,11 @@ class Receiver:
     def _lowered(self, request: Request, expected: int) -> Request:
         """`min_get` is above what can come: an error while batches are unanswered, lowered for slots lost for good."""
         if self._alive == 0:
-            raise SlotLoaderError("no slot is left: every env of this loader has failed; build a new SlotLoader")
+            last = self._loader.last_failure
+            raise SlotLoaderError(
+                "no slot is left: every env of this loader has failed or was removed; build a new SlotLoader"
+                + (f". The last failure: {last}" if last else " or use add_envs")
+            )
         if request.min_get > self._alive:
             if not self._warned:
                 self._warned = True
