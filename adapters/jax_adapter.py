@@ -173,13 +173,9 @@ class JaxOps(HostOps):
         jitted = jax.jit(step, donate_argnums=(1,))
         return jitted.lower(params, tables, rows, key).compile(compiler_options=options or None)
 
-    def array(self, array: Array) -> Any:
-        """A copy, on every device."""
-        return jax.device_put(jnp.array(array, copy=True), self._whole)
-
     def adapt(self, array: Any) -> Any:
         """Copies what is no jax array."""
-        return array if isinstance(array, jax.Array) else self.array(np.asarray(array))
+        return array if isinstance(array, jax.Array) else np.array(array)
 
     def jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`jax.jit`."""

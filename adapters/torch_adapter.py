@@ -174,12 +174,16 @@ class TorchOps(HostOps):
         return array.to(_torch_dtype(dtype))
 
     def array(self, array: Array) -> Any:
-        """A copy."""
-        return torch.tensor(array, device=self.device)
+        """A tensor, over the array on a CPU."""
+        return torch.from_numpy(array).to(self.device)
 
     def adapt(self, array: Any) -> Any:
         """Detached; copied if it is no tensor of the device."""
-        return array.detach().to(self.device) if isinstance(array, torch.Tensor) else self.array(np.asarray(array))
+        return (
+            array.detach().to(self.device)
+            if isinstance(array, torch.Tensor)
+            else torch.tensor(np.asarray(array), device=self.device)
+        )
 
     def compile(self, step: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
         """One `torch.compile` per bucket, so that no limit of recompilations is met; called once here, in this thread."""

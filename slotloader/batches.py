@@ -125,7 +125,7 @@ class Batch:
       step_type: uint8 (B,), `StepType` of each record.
       episodes: the episodes that failures have cut before these records, then those that these records end, in row order.
       released: the batch was given back by `release`.
-      promised: its actions are on their way from a device.
+      promised: how many of its rows have actions that are on their way from a device.
     """
 
     __slots__ = (
@@ -155,7 +155,8 @@ class Batch:
         self._sequence: Any = None
         self._rows: list[Rows] | None = None
         self._open: Array | None = None  # slots not yet answered, once some have been
-        self.released = self.promised = False
+        self.released = False
+        self.promised = 0
         self.env_indices = env_indices
         self.reward = reward
         self.step_type = step_type

@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.background import Background, OnFull
 from slotloader.batches import Batch, Episode
 from slotloader.completion import Completer, Pending
 from slotloader.devices import DeviceOps, Stream
 from slotloader.errors import ActionError, LeaseExpired, LoaderClosed, SpecMismatch
+from slotloader.learners import Unrolls
 from slotloader.loader import SlotLoader
 from slotloader.policies import Acted, Inputs, Policy, SlotState, as_contract, make_inputs, make_step
 from slotloader.preparation import FrameStack, Preparation
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
+from slotloader.rollouts import Rollouts, bound
 from slotloader.slots import StepType
-from slotloader.specs import Kind, Leaf, flatten, leaves, show_path
+from slotloader.specs import Array, Kind, Leaf, flatten, leaves, show_path
 from slotloader.staging import Stage, Staging, checked_buckets, make_plan
 
 CLOSE_TIMEOUT = 5.0
@@ -44,8 +47,8 @@ class DeviceBatch:
 
     def __init__(self, whose: DeviceBatches, host: Batch, arrays: Sequence[Any], bucket: int, stage: Stage | None) -> None:
         self._whose, self.host, self.arrays, self.bucket, self._stage = whose, host, arrays, bucket, stage
-        self._commit: Callable[[], None] | None = None  # what is to be done before the slots get their actions
-        self._undo: Callable[[], None] | None = None  # and what, if they do not
+        self._commit: Callable[..., None] | None = None  # what is to be done before the slots get their actions
+        self._undo: Callable[..., None] | None = None  # and what, if they do not
         self._trees: dict[str, Any] = {}
         self.version: int | None = None
 
@@ -158,21 +161,22 @@ class DeviceBatch:
     @property
     def answered(self) -> bool:
         """The batch was released, or sent; its actions may still be on their way."""
-        return self.host.answered or self.host.promised
+        return self.host.answered or self.host.promised > 0
 
-    def send(self, actions: Any) -> None:
+    def send(self, actions: Any, hold: Array | None = None) -> None:
         """Answers every record, without waiting for the device.
 
         Args:
           actions: tree of (bucket, ...) or (size, ...) arrays by the action space: of the framework, or anything that numpy
             can read. Rows of padding and of last records are ignored.
+          hold: bool (size,) of numpy: rows that are not answered; they stay leased until `release`.
 
         Raises:
           ActionError: wrong shape or structure, at once; wrong values or bounds, here or from the next call once the device
             has them. The batch can be answered again.
           LeaseExpired: the batch has been answered already.
         """
-        self._whose.answer(self, actions)
+        self._whose.answer(self, actions, hold)
 
     def release(self) -> None:
         """Gives the slots back without an action; their records are ready again."""
@@ -333,7 +337,7 @@ class DeviceBatches:
 
     # Sending.
 
-    def answer(self, batch: DeviceBatch, actions: Any) -> None:
+    def answer(self, batch: DeviceBatch, actions: Any, hold: Array | None = None) -> None:
         """`DeviceBatch.send`."""
         host, ops = batch.host, self.ops
         if host.promised:
@@ -359,11 +363,17 @@ class DeviceBatches:
         landed = ops.record(Stream.D2H)
         stage, batch._stage = batch._stage, None
         give_back = None if stage is None else lambda: self._staging.give_back(stage)
-        pending = Pending(host, landings, landed, give_back, batch._undo)
+        pending = Pending(host, landings, landed, give_back, batch._undo, None if hold is None else np.flatnonzero(~hold))
         pending.held = parts  # fence
         if batch._commit is not None:
-            batch._commit()
+            batch._commit() if hold is None else batch._commit(self.slots_of(batch, ~hold))
         self._completer.submit(pending)
+
+    def slots_of(self, batch: DeviceBatch, rows: Array) -> Any:
+        """The slots of the chosen rows, bool (size,) of numpy, on the device; the scratch row for all others."""
+        slots = np.full(batch.bucket, self.table_slots, np.int64)
+        slots[: batch.size][rows] = batch.host.env_indices[rows]
+        return self.ops.array(slots)
 
     def _refuse(self, batch: DeviceBatch, leaf: Leaf, shape: tuple[int, ...]) -> None:
         rows = f"({batch.size},)" if batch.bucket == batch.size else f"({batch.size},) or, with padding, ({batch.bucket},)"
@@ -414,7 +424,7 @@ class DeviceBatches:
         Returns:
           The policy, for `run` or to be called with a batch.
         """
-        bound = self._bind(policy, params, state, seed, compiled=True, options=options)
+        compiled = self._bind(policy, params, state, seed, compiled=True, options=options)
         examples: dict[int, list[Any]] = {}
         for rows in self._staging.sizes():
             views = self._staging.examples(rows)
@@ -424,8 +434,8 @@ class DeviceBatches:
                 commit()
             examples[rows] = list(views) if self._hides else arrays
         self.ops.wait(Stream.COMPUTE, self.ops.record(Stream.H2D))
-        bound.compile(examples, options)
-        return bound
+        compiled.compile(examples, options)
+        return compiled
 
     def _bind(
         self, policy: Any, params: Any, state: Any, seed: int | None, compiled: bool, options: dict[str, Any] | None = None
@@ -476,16 +486,14 @@ class DeviceBatches:
         """
         if (env_steps is None) == (episodes is None):
             raise ValueError(f"run: expected one of env_steps and episodes, found env_steps={env_steps}, episodes={episodes}")
-        bound = policy if isinstance(policy, Policy) else self.policy(policy)
-        if bound.ops is not self.ops:
-            raise TypeError("run: expected a policy that this adapter has made, found one of another adapter")
-        hidden = self._hides and bound.is_compiled and on_batch is None
+        acting = bound(self, policy)
+        hidden = self._hides and acting.is_compiled and on_batch is None
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
         for batch in BoundedIterator(_Source(self, hidden), total, unit, progress):
             try:
-                acted = bound.act(batch.arrays, batch)
+                acted = acting.act(batch.arrays, batch)
                 if on_batch is not None:
                     on_batch(batch, acted)
                 batch.send(acted.action)
@@ -496,6 +504,33 @@ class DeviceBatches:
             ended.extend(batch.episodes)
         self.drain()
         return Run(steps, batches, time.monotonic() - began, ended)
+
+    def rollout(self, policy: Any, *, length: int, quorum: float | None = None) -> Rollouts:
+        """Rollouts for on-policy learners: an iterator of one unroll of all slots after the other.
+
+            for unroll in itertools.islice(batches.rollout(policy, length=128), 100):
+                learn(unroll)
+
+        Args:
+          policy: from `policy` or `compile`, or anything that `policy` takes.
+          length: T, transitions of each slot per rollout.
+          quorum: share of the slots that ends a rollout, so that stragglers do not hold it up; None waits for all.
+        """
+        return Rollouts(self, bound(self, policy), length, quorum)
+
+    def background(
+        self, policy: Any, *, unrolls: Unrolls, queue: int = 2, on_full: OnFull = "block", max_lag: int | None = None
+    ) -> Background:
+        """An actor in a thread, for a learner that computes meanwhile; see `Background`.
+
+        Args:
+          policy: from `policy` or `compile`, or anything that `policy` takes.
+          unrolls: what puts the unrolls together, made for this adapter.
+          queue: most unrolls that wait for the learner.
+          on_full: "block" has the actor wait for the learner; "drop_oldest" keeps the envs going.
+          max_lag: unrolls in which a version is more than so many behind the newest weights are left out.
+        """
+        return Background(self, bound(self, policy), unrolls, queue, on_full, max_lag)
 
     def drain(self, timeout: float | None = None) -> None:
         """Waits until every action that was sent is in its slot.

@@ -122,7 +122,7 @@ class DeviceOps(Protocol):
         """Compiles `step` for arguments of these shapes and warms it up; runs on stream COMPUTE."""
 
     def array(self, array: Array) -> Any:
-        """A device array with a copy of a small host array."""
+        """A small host array, never written again, as functions from `jit` take it best."""
 
     def adapt(self, array: Any) -> Any:
         """A device array of anything that the framework or numpy can read; a device array as it is."""

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from slotloader.batches import Batch, BytesColumn
-from slotloader.device_batches import DeviceBatch, DeviceBatches
 from slotloader.devices import DeviceOps, HostOps, map_tree
 from slotloader.loader import SlotLoader
 from slotloader.receiver import Receiver
@@ -27,7 +26,10 @@ from slotloader.slots import StepType
 from slotloader.specs import Array, Kind, build, flatten, leaves, show_path
 from slotloader.staging import BytesTensor
 
-Source = SlotLoader | Receiver | DeviceBatches
+if TYPE_CHECKING:
+    from slotloader.device_batches import DeviceBatch, DeviceBatches
+
+Source: TypeAlias = "SlotLoader | Receiver | DeviceBatches"
 
 
 class Transition(NamedTuple):
@@ -134,11 +136,15 @@ def _rows_of(ops: DeviceOps, tables: Any, at: Any) -> Any:
 
 
 def _ops_of(source: Source) -> tuple[DeviceOps, int]:
-    if isinstance(source, DeviceBatches):
-        return source.ops, source.table_slots
     if isinstance(source, (SlotLoader, Receiver)):
         return HostOps(), source.receiver.loader.num_slots
+    if hasattr(source, "ops") and hasattr(source, "receiver"):
+        return source.ops, source.table_slots
     raise TypeError(f"loader: expected a SlotLoader, a receiver of loader.split or an adapter, found {source!r:.200}")
+
+
+def _host(batch: Batch | DeviceBatch) -> Batch:
+    return batch if isinstance(batch, Batch) else batch.host
 
 
 class _Assembler:
@@ -146,6 +152,7 @@ class _Assembler:
 
     def __init__(self, source: Source, length: int) -> None:
         self._ops, slots = _ops_of(source)
+        self._of_loader = isinstance(source, (SlotLoader, Receiver))
         self._length = length  # records that are kept per slot
         self._history = _History(self._ops, slots * length)
         self._action = source.receiver.loader.table.layout.action
@@ -165,11 +172,10 @@ class _Assembler:
         Returns:
           The core's batch; bool (B,) whether each record follows the slot's newest; bool (B,) whether it is the newest again.
         """
-        host = batch.host if isinstance(batch, DeviceBatch) else batch
-        if isinstance(batch, DeviceBatch) and batch.ops is not self._ops:
-            raise TypeError("add: expected a batch of the adapter that this was made for, found one of another")
-        if isinstance(batch, Batch) and not isinstance(self._ops, HostOps):
-            raise TypeError("add: expected a batch of the adapter that this was made for, found one of the loader")
+        host = _host(batch)
+        if isinstance(batch, Batch) is not self._of_loader or getattr(batch, "ops", self._ops) is not self._ops:
+            made_for = "the loader" if self._of_loader else "the adapter that this was made for"
+            raise TypeError(f"add: expected a batch of {made_for}, found {batch!r:.200}")
         slots, known = host.env_indices, self._newest[host.env_indices] >= 0
         again = known & (host.sequence == self._sequence[slots])
         follows = known & (host.sequence == self._sequence[slots] + np.uint64(1)) & (host.step_type != StepType.FIRST)
@@ -241,7 +247,7 @@ class Transitions(_Assembler):
           LeaseExpired: the batch has been answered already.
           TypeError: a batch of another loader or adapter.
         """
-        before = self._newest[batch.host.env_indices if isinstance(batch, DeviceBatch) else batch.env_indices].copy()
+        before = self._newest[_host(batch).env_indices]
         host, follows, again = self._begin(batch, version)
         slots, places = host.env_indices, self._newest[host.env_indices]
         self._keep(batch, host, actions, extras=extras or {})
@@ -339,18 +345,28 @@ class Unrolls(_Assembler):
           LeaseExpired: the batch has been answered already.
           TypeError: a batch of another loader or adapter.
         """
+        complete = self.push(batch, actions, extras, state, version)
+        if complete.size:
+            groups = np.split(complete, complete.size) if self._ops.traced else [complete]  # shapes that were compiled before
+            self._waiting.extend(self.take(group) for group in groups)
+            self._count[complete] = 1 + self.overlap
+        return self._full()
+
+    def push(
+        self, batch: Batch | DeviceBatch, actions: Any, extras: dict[str, Any] | None, state: Any, version: int | None
+    ) -> Array:
+        """`add` without taking anything: the slots of the batch that have all records of their unroll now."""
         host, follows, again = self._begin(batch, version)
         slots, places = host.env_indices, self._newest[host.env_indices]
         more = {"extras": extras or {}, "reward": batch.reward, "step_type": batch.step_type}
         self._keep(batch, host, actions, **more, **({} if state is None else {"state": state}))
         self._linked[slots, places] = np.where(again, self._linked[slots, places], follows)
         self._count[slots] += ~again
-        complete = slots[self._count[slots] > self.length]
-        if complete.size:
-            groups = np.split(complete, complete.size) if self._ops.traced else [complete]  # shapes that were compiled before
-            self._waiting.extend(self.take(group) for group in groups)
-            self._count[complete] = 1 + self.overlap
-        return self._full()
+        return np.asarray(slots[self._count[slots] > self.length])
+
+    def begin(self, slots: Array) -> None:
+        """The newest record of each slot becomes the first of its next unroll, whatever its last one lacks."""
+        self._count[slots] = np.minimum(self._count[slots], 1)
 
     def take(self, slots: Array) -> Unroll:
         """The last T + 1 records of some slots, (T + 1, N); transitions that a slot has not made are not valid."""

@@ -118,9 +118,16 @@ class SlotState:
         """The rows of a batch from the adapter, tree of (bucket, ...); the initial state where a record is FIRST."""
         return self._ops.compute(self._gather, self.tables, self.initial, batch.env_indices, batch.is_first)
 
-    def scatter(self, batch: Any, state: Any) -> None:
-        """Stores the new state of the batch's slots, tree of (bucket, ...)."""
-        self.tables = self._ops.compute(self._scatter, self.tables, batch.env_indices, state)
+    def scatter(self, batch: Any, state: Any, slots: Any = None) -> None:
+        """Stores the new state of the batch's slots, tree of (bucket, ...).
+
+        Args:
+          batch: of the adapter.
+          state: as `gather` returned it, or newer.
+          slots: of each row, where they are not the batch's; `num_slots` for rows that are to be left out.
+        """
+        indices = batch.env_indices if slots is None else slots
+        self.tables = self._ops.compute(self._scatter, self.tables, indices, state)
 
 
 def gather_state(ops: DeviceOps, tables: Any, initial: Any, indices: Any, is_first: Any) -> Any:
@@ -217,6 +224,12 @@ class Policy:
         return self._params
 
     @property
+    def newest_version(self) -> int:
+        """Of the weights that the next batch is acted on with."""
+        pending = self._pending
+        return self.version if pending is None else pending[1]
+
+    @property
     def is_compiled(self) -> bool:
         """Whether steps are compiled, one per bucket."""
         return bool(self._compiled)
@@ -246,8 +259,7 @@ class Policy:
         copied = self.ops.snapshot(params)
         self._require_alike(self._params if self._own is None else self._own.read(), copied)
         with self._lock:
-            last = self.version if self._pending is None else self._pending[1]
-            self._pending = (copied, last + 1 if version is None else version)
+            self._pending = (copied, self.newest_version + 1 if version is None else version)
 
     def _require_alike(self, last: Any, params: Any) -> None:
         def check(old: Any, new: Any) -> None:

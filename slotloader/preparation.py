@@ -73,19 +73,20 @@ class Preparation:
     def _put(self, tables: Sequence[Any], indices: Any, stacks: Sequence[Any]) -> list[Any]:
         return [self._ops.put(table, indices, stack) for table, stack in zip(tables, stacks, strict=True)]
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[..., None], Callable[..., None]]:
         """Prepares one batch.
 
         Returns:
-          The arrays; what to call before its slots get their actions; and what to call if they do not after all. A record
-          that is given back comes again and must not be pushed twice.
+          The arrays; what to call before its slots get their actions; and what to call if they do not after all. Both take
+          the rows' slots, with the scratch row for those that are not meant. A record that is given back comes again and
+          must not be pushed twice.
         """
         prepared, last = self._ops.compute(self._prepare, self._tables, tuple(arrays))
         indices, stacks = prepared[self._indices], [prepared[at] for at in self._stacked]
 
-        def store(rows: Sequence[Any]) -> None:
+        def store(rows: Sequence[Any], slots: Any = None) -> None:
             if self._stacked:
-                self._tables = self._ops.compute(self._store, self._tables, indices, rows)
+                self._tables = self._ops.compute(self._store, self._tables, indices if slots is None else slots, rows)
 
         return list(prepared), partial(store, stacks), partial(store, last)
 

@@ -182,7 +182,7 @@ class Receiver:
                 if self._failure is not None:
                     self.raise_failure()
                 count = self._count_ready(self._first, self._end)
-                expected = self._alive - self._leased + self._promised
+                expected = self.expected
                 if self._loader.paused:
                     expected = self._in_flight(request, count)
                 elif request.min_get > expected:
@@ -462,7 +462,7 @@ class Receiver:
                 held.update(still.tolist())
                 if still.size == 0:
                     del self._unanswered[serial]
-            self._promised = sum(batch._left for batch in self._unanswered.values() if batch.promised)
+            self._promised = sum(min(batch._left, batch.promised) for batch in self._unanswered.values())
             leased = np.flatnonzero(self._states == _LEASED) + self._first
             self._state[[slot for slot in leased.tolist() if slot not in held]] = _READY
             self._leased = len(held)
@@ -511,7 +511,9 @@ class Receiver:
     def _close(self, batch: Batch, rows: int, answered: bool) -> None:
         batch._left -= rows
         if batch.promised:
-            self._promised -= rows
+            kept = min(rows, batch.promised)
+            batch.promised -= kept
+            self._promised -= kept
         if batch._rows:
             for view in batch._rows:
                 view.expire()
@@ -522,19 +524,28 @@ class Receiver:
 
     # What the sender of a device's actions tells us.
 
-    def promise(self, batch: Batch, promised: bool = True) -> None:
-        """The answer to a batch is on its way (or is not any more): its slots can, or cannot, become ready by themselves."""
+    def promise(self, batch: Batch, rows: int) -> None:
+        """So many rows of a batch will be answered without further ado, so that many slots can become ready."""
         with self._lock:
-            if batch.promised != promised:
-                batch.promised = promised
-                self._promised += batch._left if promised else -batch._left
-        if not promised:
+            self._promised += rows - batch.promised
+            batch.promised = rows
+        if not rows:
             self._signal.post()  # a recv that sleeps counts on these slots
+
+    @property
+    def expected(self) -> int:
+        """How many slots can become ready: neither lost nor leased for longer than their actions are on their way."""
+        return self._alive - self._leased + self._promised
 
     def fail(self, error: BaseException) -> None:
         """Has the `recv` that runs, or else the next one, raise `error`."""
         self._failure = error
         self._signal.post()
+
+    def forget(self, error: BaseException) -> None:
+        """Takes back what `fail` was told, if nobody has raised it yet."""
+        if self._failure is error:
+            self._failure = None
 
     def raise_failure(self) -> None:
         """Raises what `fail` was told, once."""
@@ -619,6 +630,11 @@ class Receiver:
     def receiver(self) -> Receiver:
         """Itself: what takes a loader, a receiver or an adapter asks for this."""
         return self
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot of this share."""
+        return self._first
 
     @property
     def num_slots(self) -> int:
