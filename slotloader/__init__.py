@@ -19,6 +19,7 @@ from slotloader.errors import (
 from slotloader.loader import SlotLoader
 from slotloader.policies import Acted, Inputs, Policy, SlotState
 from slotloader.receiver import Receiver
+from slotloader.returns import Advantages, VTrace, gae, lambda_returns, n_step_returns, vtrace
 from slotloader.slots import StepType
 from slotloader.staging import BytesTensor
 from slotloader.stats import Dwell, Stats
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Acted",
     "ActionError",
+    "Advantages",
     "Batch",
     "BytesColumn",
     "BytesTensor",
@@ -57,11 +59,16 @@ __all__ = [
     "SpecMismatch",
     "Stats",
     "StepType",
+    "VTrace",
     "WorkerDied",
     "__version__",
+    "gae",
+    "lambda_returns",
+    "n_step_returns",
     "to_jax",
     "to_numpy",
     "to_torch",
+    "vtrace",
 ]
 
 _ADAPTERS = {"to_jax": "jax_adapter", "to_numpy": "numpy_adapter", "to_torch": "torch_adapter"}
