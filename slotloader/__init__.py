@@ -16,6 +16,7 @@ from slotloader.errors import (
     SpecMismatch,
     WorkerDied,
 )
+from slotloader.evaluation import EvalResult, evaluate
 from slotloader.loader import SlotLoader
 from slotloader.policies import Acted, Inputs, Policy, SlotState
 from slotloader.receiver import Receiver
@@ -45,6 +46,7 @@ __all__ = [
     "EnvFailed",
     "Episode",
     "EpisodeKey",
+    "EvalResult",
     "FleetStalled",
     "Inputs",
     "LeaseExpired",
@@ -62,6 +64,7 @@ __all__ = [
     "VTrace",
     "WorkerDied",
     "__version__",
+    "evaluate",
     "gae",
     "lambda_returns",
     "n_step_returns",

@@ -56,6 +56,11 @@ def life_seed(seed: int, slot: int, life: int, spare: int = 0) -> int:
     return int(np.random.SeedSequence((seed, slot, life)).generate_state(1)[0])
 
 
+def evaluation_seed(seed: int, slot: int, episode: int) -> int:
+    """The seed of one episode of `evaluate`; never that of a life, whatever the loader's own seed is."""
+    return int(np.random.SeedSequence((seed, slot, episode), spawn_key=(1,)).generate_state(1)[0])
+
+
 def factories(envs: Any, num_envs: int | None = None, env_kwargs: dict[str, Any] | None = None) -> list[EnvFactory]:
     """Turns what a user passes to `SlotLoader` into one factory per env.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,6 +208,27 @@ class Fleet:
         """Keeps a cut for the next delivery of the record that it came with."""
         with self._changed:
             self.cuts.setdefault(slot, []).insert(0, cut)
+
+    def begin_lives(self, slots: Sequence[int], evaluations: Mapping[int, tuple[int, int]] | None = None) -> dict[int, int]:
+        """Has the envs of `slots` begin another life with their next action, without being rebuilt.
+
+        Args:
+          slots: leased, so that none of them moves meanwhile.
+          evaluations: `(seed, begun)` by slot, see `EnvRunner.begin_life`.
+
+        Returns:
+          The life by slot. One whose worker has just died begins a later life than that.
+        """
+        with self._changed:
+            lives = {slot: max(self.lives[slot], int(self.table.life[slot])) + 1 for slot in slots}
+            self.lives.update(lives)
+        try:
+            self.command("begin_life", slots, lives, evaluations or {})
+        except WorkerDied:
+            for slot in slots:
+                with contextlib.suppress(WorkerDied):
+                    self.command("begin_life", [slot], lives, evaluations or {})
+        return lives
 
     def hire(self, slot: int, factory: EnvFactory, options: EnvOptions, threads: bool) -> None:
         """Starts a worker for one more env; its failures come as events."""

@@ -466,7 +466,7 @@ class SlotLoader:
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
         batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.limits.start_timeout)
         self.fleet.lives.update(lives)
-        self.fleet.command("begin_life", range(self.num_slots), lives)
+        self.fleet.command("begin_life", range(self.num_slots), lives, {})
         # Each env now takes its next action as the wish for its new first record, so any action will do.
         receiver.pass_over(batch)
         receiver.restart_meter()

@@ -7,9 +7,10 @@ and their bookkeeping; no lock is held while it waits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,21 @@ class _Default:
 
 
 DEFAULT: Any = _Default()
+
+
+@dataclasses.dataclass(frozen=True)
+class Aside:
+    """What a receiver knew of its slots and counted before something else used them.
+
+    Attributes:
+      meter: its figures.
+      last: `progress` of the last record of each slot that was handed out.
+      began_ns: when.
+    """
+
+    meter: Meter
+    last: Array
+    began_ns: int
 
 
 class Receiver:
@@ -410,11 +426,26 @@ class Receiver:
             self._repair()
             raise
 
-    def pass_over(self, batch: Batch) -> None:
-        """Answers a batch whose actions will be discarded, with the rows as they are."""
-        with self._lock:
-            self._hand_over(batch.env_indices, [column[batch.env_indices] for column in self._table.action])
-            self._close(batch, batch.size, answered=True)
+    def answer_some(self, batch: Batch, actions: Any, rows: Array) -> None:
+        """`Batch.send` for some rows of a batch, bool (size,); the others stay leased. `actions` has all of them."""
+        self.require_unanswered(batch)
+        arrays = self._loader.scatterer.check(actions, batch.size)
+        with self._moving():
+            self.require_unanswered(batch)
+            self._answer_rows(batch, rows, [array[rows] for array in arrays])
+
+    def pass_over(self, batch: Batch, rows: Array | None = None) -> None:
+        """Answers a batch, or its rows bool (size,), whose actions will be discarded, with the actions as they are."""
+        rows = np.ones(batch.size, bool) if rows is None else rows
+        with self._moving():
+            self._answer_rows(batch, rows, [column[batch.env_indices[rows]] for column in self._table.action])
+
+    def _answer_rows(self, batch: Batch, rows: Array, arrays: Sequence[Array]) -> None:
+        slots = batch.env_indices[rows]
+        if slots.size:
+            self._hand_over(slots, arrays)
+            batch.close_slots(rows)
+            self._close(batch, slots.size, answered=True)
 
     def release(self, batch: Batch) -> None:
         """`Batch.release`."""
@@ -553,6 +584,43 @@ class Receiver:
         if error is not None:
             raise error
 
+    # What an evaluation in the middle of a run asks.
+
+    def take_all(self) -> Batch:
+        """Waits until every slot that has an env is ready, and takes them all; none may be leased."""
+        return self.recv(min_get=max(self._alive, 1), max_get=None, timeout=None)
+
+    def set_aside(self) -> Aside:
+        """Begins new figures, until `go_back`."""
+        with self._lock:
+            self._keep_books()
+            aside = Aside(self.meter, self._last.copy(), monotonic_ns())
+            self.meter = Meter()
+            return aside
+
+    def cuts_of(self, aside: Aside, batch: Batch, slots: Sequence[int]) -> dict[int, Cut]:
+        """The episodes that are open for whoever received before `aside`, if they go no further than the records of `batch`."""
+        interrupted = {episode.slot: episode for episode in batch.episodes if episode.interrupted}
+        cuts, table = {}, self._table
+        for slot in slots:
+            _, length, life = aside.last[slot].tolist()
+            episode = interrupted.get(slot)
+            if length >= 0 and episode is not None:
+                cuts[slot] = Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed)
+            elif length >= 0:
+                cuts[slot] = Cut(int(life), int(table.episode[slot]), int(table.episode_seed[slot]))
+        return cuts
+
+    def go_back(self, aside: Aside, slots: Sequence[int], cuts: Mapping[int, Cut]) -> None:
+        """Goes on with the figures from before; the next record of each slot tells of the episode that was cut."""
+        with self._lock:
+            self._keep_books()
+            self.meter = aside.meter
+            self.meter.start_ns += monotonic_ns() - aside.began_ns
+            self._last[slots] = aside.last[slots]
+        for slot, cut in cuts.items():
+            self._fleet.give_back_cut(slot, cut)
+
     # What the loader asks of its receivers.
 
     def lose(self, slots: Sequence[int]) -> None:
@@ -594,6 +662,10 @@ class Receiver:
     def owns(self, slot: int) -> bool:
         """Whether the slot is in this receiver's share."""
         return self._first <= slot < self._end
+
+    def is_doomed(self, slot: int) -> bool:
+        """Whether the env of a slot that is ready or leased has ended for good."""
+        return slot in self._doomed
 
     def columns_for_view(self) -> tuple[Any, list[Array]]:
         """The observation tree over the table itself, read-only; in debug mode over copies, returned to be poisoned."""

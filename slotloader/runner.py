@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slotloader import values
-from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factory, life_seed
+from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factory, evaluation_seed, life_seed
 from slotloader.errors import SpecMismatch
 from slotloader.layout import INFO_BYTES
 from slotloader.signals import Signal, make_order_fence
@@ -134,6 +134,7 @@ class EnvRunner:
         self._stride = options.spares + 1  # env `spare` plays the episodes spare, spare + stride, ...
         self._episode = spare - self._stride
         self._seed: int | None = None
+        self._evaluation: tuple[int, int] | None = None  # seed, and episodes begun before this life
         self._length, self._return = 0, 0.0
         self._tally = Tally() if tally is None else tally
         self._life_began = 0  # steps of the slot before this life
@@ -224,9 +225,14 @@ class EnvRunner:
             self._resetting[self.slot] = 1
         self._state[self.slot] = _WRITING
 
-    def begin_life(self, life: int) -> None:
-        """Starts over with the seeds of another life; takes effect with the slot's next action."""
-        self.life, self._episode = life, self.spare - self._stride
+    def begin_life(self, life: int, evaluation: tuple[int, int] | None = None) -> None:
+        """Starts over with the seeds of another life; takes effect with the slot's next action.
+
+        Args:
+          life: which.
+          evaluation: `(seed, begun)` to seed every episode of the life by `evaluation_seed`, counted on from `begun`.
+        """
+        self.life, self._episode, self._evaluation = life, self.spare - self._stride, evaluation
         self._life_began = self._tally.steps
         self.finished = False
         self._ended, self._fresh, self.wants_reset, self._reset_error = True, False, True, None
@@ -343,6 +349,8 @@ class EnvRunner:
         self.phase = "reset"
         first_of_life = episode == self.spare
         seed = life_seed(self._options.seed, self.slot, self.life, self.spare) if first_of_life else None
+        if self._evaluation is not None:
+            seed = evaluation_seed(self._evaluation[0], self.slot, self._evaluation[1] + episode)
         options = None
         if self._options.on_reset is not None:
             wish = dict(self._options.on_reset(EpisodeKey(self.slot, self.life, episode)) or {})

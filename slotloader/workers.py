@@ -233,6 +233,8 @@ class Worker:
                     results[runner.slot] = self._within(target, partial(_settled_call, target, verb, args))
                 if verb == "rebuild":
                     self._revive(runner)
+                elif verb == "begin_life":
+                    self._begin_turns(runner)
             except (Exception, SystemExit) as error:
                 runner.phase = verb
                 failure = self._failure(runner, error)
@@ -246,6 +248,9 @@ class Worker:
     def _revive(self, runner: EnvRunner) -> None:
         """Has a rebuilt env begin its first reset; here `reset_one` does it."""
         self.unstarted.append(runner)
+
+    def _begin_turns(self, runner: EnvRunner) -> None:
+        """A slot's envs begin another life: the first one plays its first episode, whoever has played last."""
 
     def _within(self, runner: EnvRunner, function: Callable[[], Any]) -> Any:
         """Runs `function` in the thread that owns the env."""
@@ -281,7 +286,8 @@ def _call(runner: EnvRunner, verb: str, args: Sequence[Any]) -> Any:
     if verb == "remove":
         return runner.remove()
     if verb == "begin_life":
-        return runner.begin_life(args[0][runner.slot])
+        lives, evaluations = args
+        return runner.begin_life(lives[runner.slot], evaluations.get(runner.slot))
     raise ValueError(f"unknown command {verb!r}")
 
 
@@ -416,6 +422,12 @@ class SpareWorker(ThreadedWorker):
         super()._revive(first)
         for spare in others:
             spare.started = True
+            self._lanes[spare].put(spare.reset)
+
+    def _begin_turns(self, runner: EnvRunner) -> None:
+        first, *others = self._members[runner.slot]
+        self.runners[runner.slot - self._first] = first
+        for spare in others:
             self._lanes[spare].put(spare.reset)
 
     def advance(self, runner: EnvRunner) -> None:

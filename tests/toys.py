@@ -307,3 +307,26 @@ class WithHelper(Counting):
         self.helper = subprocess.Popen(["sleep", "1000"])
         Path(directory, f"helper-{self.env_id}").write_text(str(self.helper.pid))
         Path(directory, f"worker-{self.env_id}").write_text(str(os.getpid()))
+
+
+class LongOrShort(gym.Env):
+    """One step or 21, as its seed decides, and so much return. obs is `(t, length)`, the info of an end has the length."""
+
+    observation_space = Box(0, 100, (2,), np.float32)
+    action_space = Discrete(1000)
+    lengths = (1, 21)
+
+    def __init__(self) -> None:
+        self.steps = self.resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.resets += 1
+        self.t, self.length = 0, self.lengths[self.np_random.integers(2)]
+        return np.float32([0, self.length]), {}
+
+    def step(self, action: int) -> Any:
+        self.t, self.steps = self.t + 1, self.steps + 1
+        assert action == self.t + self.length, f"{action} for t={self.t}"  # of the obs that came before, and of no other
+        ended = self.t == self.length
+        return np.float32([self.t, self.length]), 1.0, ended, False, {"length": self.length} if ended else {}
