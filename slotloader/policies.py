@@ -264,12 +264,15 @@ class Policy:
     def _require_alike(self, last: Any, params: Any) -> None:
         def check(old: Any, new: Any) -> None:
             if _show(old) != _show(new):
-                raise ValueError(f"update: expected params like those given at first, found {_show(new)} for {_show(old)}")
+                wrong.append(f"found {_show(new)} for {_show(old)}")
 
+        wrong: list[str] = []
         try:
             self.ops.tree_map(check, last, params)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"update: expected params of the tree given at first: {error}") from error
+        if wrong:
+            raise ValueError(f"update: expected params like those given at first, {'; '.join(wrong[:4])}")
 
     def _swap(self) -> None:
         with self._lock:

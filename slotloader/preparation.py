@@ -54,6 +54,11 @@ class Preparation:
             table = ops.table(row, num_slots + 1)
             self._tables.append(ops.cast(table, dtype) if at in self._casts else table)
         self._dtype = dtype
+        if dtype is not None:
+            try:
+                ops.cast(ops.table(np.zeros((), np.float32), 1), dtype)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"dtype: expected a float dtype of the framework or its name, found {dtype!r}") from error
         self._prepare, self._store = ops.jit(self._step), ops.jit(self._put)
 
     def _step(self, tables: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -105,7 +110,9 @@ def _frames_by_leaf(kinds: Sequence[Leaf], frame_stack: FrameStack | None) -> li
         frame_stack = {names[0]: frame_stack}
     asked = {key if isinstance(key, tuple) else (key,): count for key, count in frame_stack.items()}
     unknown = [key for key in asked if key not in names]
+    unknown += [leaf.path[1:] for leaf in kinds if leaf.kind is not Kind.ARRAY and leaf.path[1:] in asked]
     wrong = [count for count in asked.values() if isinstance(count, bool) or not isinstance(count, int) or count < 1]
     if unknown or wrong:
-        raise ValueError(f"frame_stack: expected keys of {names} and numbers of at least 1, found {unknown or wrong}")
+        arrays = [leaf.path[1:] for leaf in kinds if leaf.kind is Kind.ARRAY]
+        raise ValueError(f"frame_stack: expected keys of {arrays} and numbers of at least 1, found {unknown or wrong}")
     return [asked.get(name, 0) if leaf.kind is Kind.ARRAY else 0 for name, leaf in zip(names, kinds, strict=True)]
