@@ -135,7 +135,7 @@ class JaxOps(HostOps):
     def landed(self, landing: Any) -> Array:
         """As numpy."""
         found = np.asarray(landing)
-        return found.astype(np.float32) if found.dtype == jnp.bfloat16 else found
+        return found if found.dtype.kind != "V" else found.astype(np.float32)  # V: bfloat16 and its like
 
     def record(self, stream: Stream) -> Any:
         """The arrays that were asked for last."""

@@ -274,6 +274,7 @@ class DeviceBatches:
         self.plan = make_plan(table, ops, fields, float64)
         self._action = table.layout.action
         self._action_leaves = list(leaves(self._action))
+        self._single = isinstance(self._action, Leaf) and self._action.kind is Kind.ARRAY
         self._staging = Staging(ops, self.plan, self.buckets, self._max_get, in_flight + 2 if depth is None else depth)
         self._preparation: Preparation | None = Preparation(ops, self.plan, self.table_slots, dtype, frame_stack)
         if not self._preparation.needed:
@@ -344,7 +345,7 @@ class DeviceBatches:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
         self._receiver.require_unanswered(host)
         try:
-            parts = list(flatten(self._action, actions, ("action",)))
+            parts = [actions] if self._single else list(flatten(self._action, actions, ("action",)))
         except SpecMismatch as error:
             raise ActionError(f"send refused, no env has stepped: {error}") from error
         try:
