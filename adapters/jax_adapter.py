@@ -91,6 +91,7 @@ class JaxOps(HostOps):
 
     staged = True
     hidden = True
+    traced = True
     xp: Any = jnp
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
@@ -134,7 +135,7 @@ class JaxOps(HostOps):
     def landed(self, landing: Any) -> Array:
         """As numpy."""
         found = np.asarray(landing)
-        return found.astype(np.float32) if found.dtype == jnp.bfloat16 else found
+        return found if found.dtype.kind != "V" else found.astype(np.float32)  # V: bfloat16 and its like
 
     def record(self, stream: Stream) -> Any:
         """The arrays that were asked for last."""
@@ -172,9 +173,13 @@ class JaxOps(HostOps):
         jitted = jax.jit(step, donate_argnums=(1,))
         return jitted.lower(params, tables, rows, key).compile(compiler_options=options or None)
 
-    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def adapt(self, array: Any) -> Any:
+        """Copies what is no jax array."""
+        return array if isinstance(array, jax.Array) else np.array(array)
+
+    def jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`jax.jit`."""
-        return jax.jit(function)
+        return jax.jit(function, donate_argnums=donate)
 
     def adopt(self, policy: Any, params: Any) -> Adopted:
         """A callable tree of arrays (an equinox module) is called as a function of its arrays, so they can be swapped."""

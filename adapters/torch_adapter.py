@@ -173,6 +173,18 @@ class TorchOps(HostOps):
         """`Tensor.to`."""
         return array.to(_torch_dtype(dtype))
 
+    def array(self, array: Array) -> Any:
+        """A tensor, over the array on a CPU."""
+        return torch.from_numpy(array).to(self.device)
+
+    def adapt(self, array: Any) -> Any:
+        """Detached; copied if it is no tensor of the device."""
+        return (
+            array.detach().to(self.device)
+            if isinstance(array, torch.Tensor)
+            else torch.tensor(np.asarray(array), device=self.device)
+        )
+
     def compile(self, step: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
         """One `torch.compile` per bucket, so that no limit of recompilations is met; called once here, in this thread."""
         known = inspect.signature(torch.compile).parameters
@@ -195,7 +207,10 @@ class TorchOps(HostOps):
             return Adopted(policy, None if params is None else self.snapshot(params))
         policy.to(self.device)
         if params is None:
-            return Adopted(lambda obs: policy(obs), None, Own(lambda: dict(policy.state_dict()), policy.load_state_dict))
+            own = Own(lambda: dict(policy.state_dict()), policy.load_state_dict)
+            if len(inspect.signature(policy.forward).parameters) == 4:
+                return Adopted(lambda params, inputs, state, key: policy(params, inputs, state, key), None, own)
+            return Adopted(lambda obs: policy(obs), None, own)
 
         def call(params: Any, obs: Any) -> Any:
             return torch.func.functional_call(policy, params, (obs,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -59,7 +60,7 @@ class Scatterer:
 
     def _check_array(self, leaf: Leaf, actions: Any, size: int) -> Array:
         shape = (size, *leaf.shape)
-        if type(actions) is np.ndarray and actions.dtype == leaf.dtype and actions.shape == shape:
+        if type(actions) is np.ndarray and actions.shape == shape and _fits_always(actions.dtype, leaf.dtype):
             array = actions
         else:
             array = _fit(leaf, shape, actions)
@@ -75,6 +76,12 @@ class Scatterer:
                 f"{array[outside].flat[0]} in row {row} (action_bounds='error')"
             )
         return array
+
+
+@functools.lru_cache(maxsize=256)
+def _fits_always(found: np.dtype[Any], expected: np.dtype[Any]) -> bool:
+    """Every value of one dtype is one of the other, so that the scatter may convert it: int32 actions of jax for int64."""
+    return found == expected or (found.kind in "iu" and expected.kind in "iu" and np.can_cast(found, expected))
 
 
 def _fit(leaf: Leaf, shape: tuple[int, ...], actions: Any) -> Array:

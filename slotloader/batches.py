@@ -125,12 +125,12 @@ class Batch:
       step_type: uint8 (B,), `StepType` of each record.
       episodes: the episodes that failures have cut before these records, then those that these records end, in row order.
       released: the batch was given back by `release`.
-      promised: its actions are on their way from a device.
+      promised: how many of its rows have actions that are on their way from a device.
     """
 
     __slots__ = (
-        "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_serial", "_taken_ns",
-        "env_indices", "episodes", "promised", "released", "reward", "step_type",
+        "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_sequence", "_serial",
+        "_taken_ns", "env_indices", "episodes", "promised", "released", "reward", "step_type",
     )  # fmt: skip
 
     def __init__(
@@ -152,9 +152,11 @@ class Batch:
         self._obs: Any = None
         self._info: Any = None
         self._last_action: Any = None
+        self._sequence: Any = None
         self._rows: list[Rows] | None = None
         self._open: Array | None = None  # slots not yet answered, once some have been
-        self.released = self.promised = False
+        self.released = False
+        self.promised = 0
         self.env_indices = env_indices
         self.reward = reward
         self.step_type = step_type
@@ -196,6 +198,13 @@ class Batch:
                 f"read batch.{name} before batch.send"
             )
         return gather(self.env_indices)
+
+    @property
+    def sequence(self) -> Array:
+        """uint64 (B,): how many records each slot had published, with this one; the next record has one more."""
+        if self._sequence is None:
+            self._sequence = self._gather("sequence", self._receiver.gather_sequence)
+        return self._sequence  # type: ignore[no-any-return]
 
     @property
     def discount(self) -> Array:

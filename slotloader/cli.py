@@ -18,18 +18,22 @@ def main(argv: list[str] | None = None) -> int:
     demo = commands.add_parser(
         "demo",
         help="run a fleet of real environments and explain its figures",
-        description="Runs a fleet of real environments with a numpy policy, then prints health figures and a verdict.",
+        description="Runs a fleet of real environments with a small policy, then prints health figures and a verdict.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--env", default="ALE/Breakout-v5", help="any gymnasium id, also as module:Id")
+    demo.add_argument("--policy", choices=("numpy", "torch", "jax"), default="numpy", help="the framework that acts")
     demo.add_argument("--num-envs", type=_positive, default=8)
     demo.add_argument("--num-workers", type=_positive, default=None, help="worker processes; default one per env")
     demo.add_argument("--seconds", type=_seconds, default=10.0)
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--no-progress", action="store_true", help="no bar, also on a terminal")
     arguments = parser.parse_args(argv)
-    if importlib.util.find_spec("gymnasium") is None:
-        print('slotloader demo needs gymnasium: pip install "slotloader[gym]"', file=sys.stderr)
+    needed = ["gymnasium"] if arguments.policy == "numpy" else ["gymnasium", arguments.policy]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = ",".join(["gym", *needed[1:]])
+        print(f'slotloader demo needs {" and ".join(missing)}: pip install "slotloader[{extras}]"', file=sys.stderr)
         return 1
     from slotloader.demo import run
 
@@ -41,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.num_workers,
             arguments.seed,
             False if arguments.no_progress else None,
+            arguments.policy,
         )
     except (SlotLoaderError, ValueError, TypeError, OSError) as error:
         print(f"slotloader demo: {str(error).partition('Traceback in the worker')[0].strip()}", file=sys.stderr)

@@ -30,6 +30,7 @@ class Pending:
       landed: the event after which they can be read.
       done: called once the slots have their actions, or never will.
       undo: called if they never will.
+      rows: which rows of the batch are answered, int64; None is all.
       held: the actions on the device, which must live until they have landed.
     """
 
@@ -38,6 +39,7 @@ class Pending:
     landed: Any
     done: Callable[[], None] | None
     undo: Callable[[], None] | None
+    rows: Array | None = None
     held: Any = None
 
 
@@ -68,7 +70,7 @@ class Completer:
                 raise
             self._leave(pending)
             return
-        self._receiver.promise(pending.batch)
+        self._receiver.promise(pending.batch, pending.batch.size if pending.rows is None else len(pending.rows))
         with self._changed:
             self._pending.append(pending)
             self._changed.notify_all()
@@ -78,12 +80,16 @@ class Completer:
 
     def _complete(self, pending: Pending) -> None:
         self._ops.host_wait(pending.landed)  # fence
-        size = pending.batch.size
-        values = (
-            landing[:size] if isinstance(landing, list) else trimmed(self._ops.landed(landing), size)
+        batch, rows = pending.batch, pending.rows
+        parts = (
+            landing[: batch.size] if isinstance(landing, list) else trimmed(self._ops.landed(landing), batch.size)
             for landing in pending.landings
         )
-        pending.batch.send(build(self._action, values))
+        if rows is None:
+            batch.send(build(self._action, parts))
+        else:
+            chosen = ([part[row] for row in rows] if isinstance(part, list) else part[rows] for part in parts)
+            self._receiver.send(build(self._action, chosen), batch.env_indices[rows])
 
     @staticmethod
     def _leave(pending: Pending, failed: bool = False) -> None:
@@ -107,7 +113,7 @@ class Completer:
             except BaseException as error:  # the next call of the consumer raises it
                 self._leave(pending, failed=True)
                 self._receiver.fail(error)
-                self._receiver.promise(pending.batch, False)
+                self._receiver.promise(pending.batch, 0)
             with self._changed:
                 self._pending.popleft()
                 self._changed.notify_all()

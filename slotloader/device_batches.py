@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.background import Background, OnFull
 from slotloader.batches import Batch, Episode
-from slotloader.completion import Completer, Pending, trimmed
+from slotloader.completion import Completer, Pending
 from slotloader.devices import DeviceOps, Stream
 from slotloader.errors import ActionError, LeaseExpired, LoaderClosed, SpecMismatch
+from slotloader.learners import Unrolls
 from slotloader.loader import SlotLoader
 from slotloader.policies import Acted, Inputs, Policy, SlotState, as_contract, make_inputs, make_step
 from slotloader.preparation import FrameStack, Preparation
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
+from slotloader.rollouts import Rollouts, bound
 from slotloader.slots import StepType
-from slotloader.specs import Kind, Leaf, build, flatten, leaves, show_path
+from slotloader.specs import Array, Kind, Leaf, flatten, leaves, show_path
 from slotloader.staging import Stage, Staging, checked_buckets, make_plan
 
 CLOSE_TIMEOUT = 5.0
@@ -44,10 +47,15 @@ class DeviceBatch:
 
     def __init__(self, whose: DeviceBatches, host: Batch, arrays: Sequence[Any], bucket: int, stage: Stage | None) -> None:
         self._whose, self.host, self.arrays, self.bucket, self._stage = whose, host, arrays, bucket, stage
-        self._commit: Callable[[], None] | None = None  # what is to be done before the slots get their actions
-        self._undo: Callable[[], None] | None = None  # and what, if they do not
+        self._commit: Callable[..., None] | None = None  # what is to be done before the slots get their actions
+        self._undo: Callable[..., None] | None = None  # and what, if they do not
         self._trees: dict[str, Any] = {}
         self.version: int | None = None
+
+    @property
+    def ops(self) -> DeviceOps:
+        """The device that it is on."""
+        return self._whose.ops
 
     def _tree(self, name: str) -> Any:
         if name not in self._trees:
@@ -153,21 +161,22 @@ class DeviceBatch:
     @property
     def answered(self) -> bool:
         """The batch was released, or sent; its actions may still be on their way."""
-        return self.host.answered or self.host.promised
+        return self.host.answered or self.host.promised > 0
 
-    def send(self, actions: Any) -> None:
+    def send(self, actions: Any, hold: Array | None = None) -> None:
         """Answers every record, without waiting for the device.
 
         Args:
           actions: tree of (bucket, ...) or (size, ...) arrays by the action space: of the framework, or anything that numpy
             can read. Rows of padding and of last records are ignored.
+          hold: bool (size,) of numpy: rows that are not answered; they stay leased until `release`.
 
         Raises:
           ActionError: wrong shape or structure, at once; wrong values or bounds, here or from the next call once the device
             has them. The batch can be answered again.
           LeaseExpired: the batch has been answered already.
         """
-        self._whose.answer(self, actions)
+        self._whose.answer(self, actions, hold)
 
     def release(self) -> None:
         """Gives the slots back without an action; their records are ready again."""
@@ -265,6 +274,7 @@ class DeviceBatches:
         self.plan = make_plan(table, ops, fields, float64)
         self._action = table.layout.action
         self._action_leaves = list(leaves(self._action))
+        self._single = isinstance(self._action, Leaf) and self._action.kind is Kind.ARRAY
         self._staging = Staging(ops, self.plan, self.buckets, self._max_get, in_flight + 2 if depth is None else depth)
         self._preparation: Preparation | None = Preparation(ops, self.plan, self.table_slots, dtype, frame_stack)
         if not self._preparation.needed:
@@ -273,6 +283,11 @@ class DeviceBatches:
         self._completer = Completer(ops, receiver, self._action, in_flight)
         self._mine: list[Batch] = []  # handed out; those that have been answered are dropped now and then
         self._closed = False
+
+    @property
+    def receiver(self) -> Receiver:
+        """Where the batches come from."""
+        return self._receiver
 
     # Receiving.
 
@@ -323,46 +338,14 @@ class DeviceBatches:
 
     # Sending.
 
-    def answer(self, batch: DeviceBatch, actions: Any) -> None:
+    def answer(self, batch: DeviceBatch, actions: Any, hold: Array | None = None) -> None:
         """`DeviceBatch.send`."""
         host, ops = batch.host, self.ops
         if host.promised:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
         self._receiver.require_unanswered(host)
-        parts, landings = self._fetch(batch, actions)
-        landed = ops.record(Stream.D2H)
-        stage, batch._stage = batch._stage, None
-        give_back = None if stage is None else lambda: self._staging.give_back(stage)
-        pending = Pending(host, landings, landed, give_back, batch._undo)
-        pending.held = parts  # fence
-        if batch._commit is not None:
-            batch._commit()
-        self._completer.submit(pending)
-
-    def answer_some(self, batch: DeviceBatch, actions: Any, rows: Any) -> None:
-        """Answers the rows bool (size,) and waits for the device to do so; the others stay leased."""
-        host, ops = batch.host, self.ops
-        parts, landings = self._fetch(batch, actions)
-        ops.host_wait(ops.record(Stream.D2H))
-        values = (
-            landing[: host.size] if isinstance(landing, list) else trimmed(ops.landed(landing), host.size)
-            for landing in landings
-        )
-        if batch._commit is not None:
-            batch._commit()
         try:
-            self._receiver.answer_some(host, build(self._action, values), rows)
-        except BaseException:
-            if batch._undo is not None:
-                batch._undo()
-            raise
-        del parts  # they must live until they have landed
-
-    def _fetch(self, batch: DeviceBatch, actions: Any) -> tuple[list[Any], list[Any]]:
-        """Begins to bring actions to the host; returns them as leaves, on the device and where they will land."""
-        host, ops = batch.host, self.ops
-        try:
-            parts = list(flatten(self._action, actions, ("action",)))
+            parts = [actions] if self._single else list(flatten(self._action, actions, ("action",)))
         except SpecMismatch as error:
             raise ActionError(f"send refused, no env has stepped: {error}") from error
         try:
@@ -378,7 +361,20 @@ class DeviceBatches:
             shape = (len(landing), *leaf.shape) if isinstance(landing, list) else tuple(landing.shape)
             if shape not in ((batch.bucket, *leaf.shape), (host.size, *leaf.shape)):
                 self._refuse(batch, leaf, shape)
-        return parts, landings
+        landed = ops.record(Stream.D2H)
+        stage, batch._stage = batch._stage, None
+        give_back = None if stage is None else lambda: self._staging.give_back(stage)
+        pending = Pending(host, landings, landed, give_back, batch._undo, None if hold is None else np.flatnonzero(~hold))
+        pending.held = parts  # fence
+        if batch._commit is not None:
+            batch._commit() if hold is None else batch._commit(self.slots_of(batch, ~hold))
+        self._completer.submit(pending)
+
+    def slots_of(self, batch: DeviceBatch, rows: Array) -> Any:
+        """The slots of the chosen rows, bool (size,) of numpy, on the device; the scratch row for all others."""
+        slots = np.full(batch.bucket, self.table_slots, np.int64)
+        slots[: batch.size][rows] = batch.host.env_indices[rows]
+        return self.ops.array(slots)
 
     def _refuse(self, batch: DeviceBatch, leaf: Leaf, shape: tuple[int, ...]) -> None:
         rows = f"({batch.size},)" if batch.bucket == batch.size else f"({batch.size},) or, with padding, ({batch.bucket},)"
@@ -429,7 +425,7 @@ class DeviceBatches:
         Returns:
           The policy, for `run` or to be called with a batch.
         """
-        bound = self._bind(policy, params, state, seed, compiled=True, options=options)
+        compiled = self._bind(policy, params, state, seed, compiled=True, options=options)
         examples: dict[int, list[Any]] = {}
         for rows in self._staging.sizes():
             views = self._staging.examples(rows)
@@ -439,8 +435,8 @@ class DeviceBatches:
                 commit()
             examples[rows] = list(views) if self._hides else arrays
         self.ops.wait(Stream.COMPUTE, self.ops.record(Stream.H2D))
-        bound.compile(examples, options)
-        return bound
+        compiled.compile(examples, options)
+        return compiled
 
     def _bind(
         self, policy: Any, params: Any, state: Any, seed: int | None, compiled: bool, options: dict[str, Any] | None = None
@@ -491,16 +487,14 @@ class DeviceBatches:
         """
         if (env_steps is None) == (episodes is None):
             raise ValueError(f"run: expected one of env_steps and episodes, found env_steps={env_steps}, episodes={episodes}")
-        bound = policy if isinstance(policy, Policy) else self.policy(policy)
-        if bound.ops is not self.ops:
-            raise TypeError("run: expected a policy that this adapter has made, found one of another adapter")
-        hidden = self._hides and bound.is_compiled and on_batch is None
+        acting = bound(self, policy)
+        hidden = self._hides and acting.is_compiled and on_batch is None
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
         for batch in BoundedIterator(_Source(self, hidden), total, unit, progress):
             try:
-                acted = bound.act(batch.arrays, batch)
+                acted = acting.act(batch.arrays, batch)
                 if on_batch is not None:
                     on_batch(batch, acted)
                 batch.send(acted.action)
@@ -512,6 +506,33 @@ class DeviceBatches:
         self.drain()
         return Run(steps, batches, time.monotonic() - began, ended)
 
+    def rollout(self, policy: Any, *, length: int, quorum: float | None = None) -> Rollouts:
+        """Rollouts for on-policy learners: an iterator of one unroll of all slots after the other.
+
+            for unroll in itertools.islice(batches.rollout(policy, length=128), 100):
+                learn(unroll)
+
+        Args:
+          policy: from `policy` or `compile`, or anything that `policy` takes.
+          length: T, transitions of each slot per rollout.
+          quorum: share of the slots that ends a rollout, so that stragglers do not hold it up; None waits for all.
+        """
+        return Rollouts(self, bound(self, policy), length, quorum)
+
+    def background(
+        self, policy: Any, *, unrolls: Unrolls, queue: int = 2, on_full: OnFull = "block", max_lag: int | None = None
+    ) -> Background:
+        """An actor in a thread, for a learner that computes meanwhile; see `Background`.
+
+        Args:
+          policy: from `policy` or `compile`, or anything that `policy` takes.
+          unrolls: what puts the unrolls together, made for this adapter.
+          queue: most unrolls that wait for the learner.
+          on_full: "block" has the actor wait for the learner; "drop_oldest" keeps the envs going.
+          max_lag: unrolls in which a version is more than so many behind the newest weights are left out.
+        """
+        return Background(self, bound(self, policy), unrolls, queue, on_full, max_lag)
+
     def drain(self, timeout: float | None = None) -> None:
         """Waits until every action that was sent is in its slot.
 
@@ -521,11 +542,6 @@ class DeviceBatches:
         if not self._completer.drain(timeout):
             raise TimeoutError(f"drain: actions are still on their way from the device after {timeout:g} s")
         self._receiver.raise_failure()
-
-    @property
-    def receiver(self) -> Receiver:
-        """Where its batches come from."""
-        return self._receiver
 
     # The end.
 

@@ -59,11 +59,13 @@ class DeviceOps(Protocol):
     Attributes:
       staged: copies go through a ring of host buffers that are written again; False if arrays are taken over as they are.
       hidden: `compute` takes host arrays for a policy's inputs, and has read them once its results are there.
+      traced: functions are compiled for each new shape, so sizes are padded to powers of two.
       xp: the namespace of array functions (`where`, `concatenate`, ...): numpy, torch or jax.numpy.
     """
 
     staged: bool
     hidden: bool
+    traced: bool
     xp: Any
 
     def host_buffer(self, nbytes: int) -> Array:
@@ -119,8 +121,19 @@ class DeviceOps(Protocol):
     def compile(self, step: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
         """Compiles `step` for arguments of these shapes and warms it up; runs on stream COMPUTE."""
 
-    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, compiled at its first call for each shape where the framework is slow otherwise."""
+    def array(self, array: Array) -> Any:
+        """A small host array, never written again, as functions from `jit` take it best."""
+
+    def adapt(self, array: Any) -> Any:
+        """A device array of anything that the framework or numpy can read; a device array as it is."""
+
+    def jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """`function`, compiled at its first call for each shape where the framework is slow otherwise.
+
+        Args:
+          function: of device arrays.
+          donate: which arguments it may write its results over.
+        """
 
     def static_outputs(self, options: dict[str, Any]) -> bool:
         """Whether steps compiled with these options write their results to the same memory at each call (CUDA graphs)."""
@@ -180,6 +193,7 @@ class HostOps:
 
     staged = False
     hidden = False
+    traced = False
     xp: Any = np
 
     def host_buffer(self, nbytes: int) -> Array:
@@ -246,7 +260,15 @@ class HostOps:
         step(*arguments)
         return step
 
-    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def array(self, array: Array) -> Any:
+        """The array itself."""
+        return array
+
+    def adapt(self, array: Any) -> Any:
+        """`np.asarray`."""
+        return np.asarray(array)
+
+    def jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """The function itself."""
         return function
 

@@ -180,10 +180,8 @@ class _DeviceSide:
         batch: DeviceBatch = self._batches.recv(min_get=min_get)
         rows = note(batch.host)
         acted = self._policy(batch)
-        if rows.all():
-            batch.send(acted.action)
-        else:
-            self._batches.answer_some(batch, acted.action, rows)
+        if rows.any():
+            batch.send(acted.action, hold=None if rows.all() else ~rows)
 
 
 class _Evaluation:

@@ -33,7 +33,7 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
     ("resetting", "u1", "slot"),  # 1 while env.reset runs; W: env; R: trainer, for ages in errors and stats
     ("life", "u4", "slot"),  # lives begun, from 0; W: env before its FIRST record is READY; R: trainer
     ("owner", "u4", "slot"),  # worker index; W: fleet before the worker starts; R: all
-    ("sequence", "u8", "slot"),  # records published in all lives; W: env before READY; R: trainer, debugging
+    ("sequence", "u8", "slot"),  # records published in all lives; W: env before READY; R: trainer, `Batch.sequence`
     ("reward", "f4", "slot"),  # W: env before READY; R: trainer
     ("publish_ns", "i8", "slot"),  # CLOCK_MONOTONIC when env.step returned; W: env before READY; R: trainer
     # Start of the step or reset now running, W: env; of the wait for the worker while ACTED, W: trainer before ACTED; R: fleet

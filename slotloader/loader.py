@@ -27,7 +27,7 @@ from slotloader.local_fleets import InlineFleet, ThreadFleet
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
 from slotloader.recording import Recording
-from slotloader.reports import error_from
+from slotloader.reports import error_from, summary
 from slotloader.runner import EnvOptions, OnReset
 from slotloader.slots import State
 from slotloader.spaces import column_of
@@ -87,6 +87,7 @@ class SlotLoader:
 
     closed = True  # until something runs: __del__ must not warn about a constructor that failed
     why_closed = "this loader was closed; build a new SlotLoader"
+    last_failure = ""  # what `recv` raised last, in a sentence
 
     def __init__(
         self,
@@ -518,6 +519,7 @@ class SlotLoader:
             return
         for receiver in self._receivers:
             receiver.lose([slot for event in events for slot in event.slots])
+        self.last_failure = summary(events[-1])
         raise error_from(events)
 
     def request_for(self, num_slots: int) -> Request:

@@ -118,9 +118,16 @@ class SlotState:
         """The rows of a batch from the adapter, tree of (bucket, ...); the initial state where a record is FIRST."""
         return self._ops.compute(self._gather, self.tables, self.initial, batch.env_indices, batch.is_first)
 
-    def scatter(self, batch: Any, state: Any) -> None:
-        """Stores the new state of the batch's slots, tree of (bucket, ...)."""
-        self.tables = self._ops.compute(self._scatter, self.tables, batch.env_indices, state)
+    def scatter(self, batch: Any, state: Any, slots: Any = None) -> None:
+        """Stores the new state of the batch's slots, tree of (bucket, ...).
+
+        Args:
+          batch: of the adapter.
+          state: as `gather` returned it, or newer.
+          slots: of each row, where they are not the batch's; `num_slots` for rows that are to be left out.
+        """
+        indices = batch.env_indices if slots is None else slots
+        self.tables = self._ops.compute(self._scatter, self.tables, indices, state)
 
 
 def gather_state(ops: DeviceOps, tables: Any, initial: Any, indices: Any, is_first: Any) -> Any:
@@ -150,8 +157,8 @@ def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initia
     """The whole step of a policy, to be called as it is or compiled.
 
     Returns:
-      `step(params, tables, arrays, key) -> (Acted without its state, tables)`. With a state, its rows are gathered from
-      the tables and scattered back inside.
+      `step(params, tables, arrays, key) -> (Acted, tables)`. With a state, its rows are gathered from the tables and scattered
+      back inside; the `Acted` has the rows that the policy acted from, which is what a learner needs.
     """
 
     def step(params: Any, tables: Any, arrays: Sequence[Any], key: Any) -> tuple[Acted, Any]:
@@ -162,7 +169,7 @@ def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initia
         acted = contract(params, inputs, state, ops.key(key))
         if acted.state is None:
             raise TypeError("policy: expected Acted(action, state) with the new state, since a state was given, found None")
-        return acted._replace(state=None), scatter_state(ops, tables, inputs.env_indices, acted.state)
+        return acted._replace(state=state), scatter_state(ops, tables, inputs.env_indices, acted.state)
 
     return step
 
@@ -217,6 +224,12 @@ class Policy:
         return self._params
 
     @property
+    def newest_version(self) -> int:
+        """Of the weights that the next batch is acted on with."""
+        pending = self._pending
+        return self.version if pending is None else pending[1]
+
+    @property
     def is_compiled(self) -> bool:
         """Whether steps are compiled, one per bucket."""
         return bool(self._compiled)
@@ -243,21 +256,23 @@ class Policy:
             raise SlotLoaderError("update: this policy was made without params; give them as params=")
         if self._params_of is not None:
             params = self._params_of(params)
-        self._require_alike(self._params if self._own is None else self._own.read(), params)
         copied = self.ops.snapshot(params)
+        self._require_alike(self._params if self._own is None else self._own.read(), copied)
         with self._lock:
-            last = self.version if self._pending is None else self._pending[1]
-            self._pending = (copied, last + 1 if version is None else version)
+            self._pending = (copied, self.newest_version + 1 if version is None else version)
 
     def _require_alike(self, last: Any, params: Any) -> None:
         def check(old: Any, new: Any) -> None:
             if _show(old) != _show(new):
-                raise ValueError(f"update: expected params like those given at first, found {_show(new)} for {_show(old)}")
+                wrong.append(f"found {_show(new)} for {_show(old)}")
 
+        wrong: list[str] = []
         try:
             self.ops.tree_map(check, last, params)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"update: expected params of the tree given at first: {error}") from error
+        if wrong:
+            raise ValueError(f"update: expected params like those given at first, {'; '.join(wrong[:4])}")
 
     def _swap(self) -> None:
         with self._lock:
@@ -270,7 +285,11 @@ class Policy:
                 self.ops.compute(self._own.load, params)
 
     def __call__(self, batch: Any) -> Acted:
-        """Acts on a batch of the adapter; the action is a device array that `batch.send` takes."""
+        """Acts on a batch of the adapter.
+
+        Returns:
+          The action, for `batch.send`; the extras; and as `state` the state that it acted from, for `Unrolls`.
+        """
         return self.act(batch.arrays, batch)
 
     def act(self, arrays: Sequence[Any], batch: Any) -> Acted:

@@ -54,6 +54,11 @@ class Preparation:
             table = ops.table(row, num_slots + 1)
             self._tables.append(ops.cast(table, dtype) if at in self._casts else table)
         self._dtype = dtype
+        if dtype is not None:
+            try:
+                ops.cast(ops.table(np.zeros((), np.float32), 1), dtype)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"dtype: expected a float dtype of the framework or its name, found {dtype!r}") from error
         self._prepare, self._store = ops.jit(self._step), ops.jit(self._put)
 
     def _step(self, tables: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -73,19 +78,20 @@ class Preparation:
     def _put(self, tables: Sequence[Any], indices: Any, stacks: Sequence[Any]) -> list[Any]:
         return [self._ops.put(table, indices, stack) for table, stack in zip(tables, stacks, strict=True)]
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[..., None], Callable[..., None]]:
         """Prepares one batch.
 
         Returns:
-          The arrays; what to call before its slots get their actions; and what to call if they do not after all. A record
-          that is given back comes again and must not be pushed twice.
+          The arrays; what to call before its slots get their actions; and what to call if they do not after all. Both take
+          the rows' slots, with the scratch row for those that are not meant. A record that is given back comes again and
+          must not be pushed twice.
         """
         prepared, last = self._ops.compute(self._prepare, self._tables, tuple(arrays))
         indices, stacks = prepared[self._indices], [prepared[at] for at in self._stacked]
 
-        def store(rows: Sequence[Any]) -> None:
+        def store(rows: Sequence[Any], slots: Any = None) -> None:
             if self._stacked:
-                self._tables = self._ops.compute(self._store, self._tables, indices, rows)
+                self._tables = self._ops.compute(self._store, self._tables, indices if slots is None else slots, rows)
 
         return list(prepared), partial(store, stacks), partial(store, last)
 
@@ -104,7 +110,9 @@ def _frames_by_leaf(kinds: Sequence[Leaf], frame_stack: FrameStack | None) -> li
         frame_stack = {names[0]: frame_stack}
     asked = {key if isinstance(key, tuple) else (key,): count for key, count in frame_stack.items()}
     unknown = [key for key in asked if key not in names]
+    unknown += [leaf.path[1:] for leaf in kinds if leaf.kind is not Kind.ARRAY and leaf.path[1:] in asked]
     wrong = [count for count in asked.values() if isinstance(count, bool) or not isinstance(count, int) or count < 1]
     if unknown or wrong:
-        raise ValueError(f"frame_stack: expected keys of {names} and numbers of at least 1, found {unknown or wrong}")
+        arrays = [leaf.path[1:] for leaf in kinds if leaf.kind is Kind.ARRAY]
+        raise ValueError(f"frame_stack: expected keys of {arrays} and numbers of at least 1, found {unknown or wrong}")
     return [asked.get(name, 0) if leaf.kind is Kind.ARRAY else 0 for name, leaf in zip(names, kinds, strict=True)]

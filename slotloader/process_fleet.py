@@ -196,7 +196,11 @@ class ProcessFleet(Fleet):
     def _spawn(self, config: WorkerConfig) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._control.send(("spawn", config.index), (theirs.fileno(),))
+            try:
+                self._control.send(("spawn", config.index), (theirs.fileno(),))
+            except EOFError:
+                ours.close()
+                raise
         channel = Channel(ours)
         affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
         lives = [self.lives[config.first_slot + at] for at in range(len(config.factories))]
@@ -271,8 +275,13 @@ class ProcessFleet(Fleet):
         (self._payloads[config.index],) = pickle_factories([config])
         self._drop_channel(config.index)
         self._start_by[config.index] = time.monotonic() + self.limits.start_timeout
-        with contextlib.suppress(EOFError):
+        try:
             self._spawn(config)
+        except EOFError:
+            self._gone.add(config.index)
+            raise SlotLoaderError(
+                "add_envs: the loader's nursery process has ended, so nothing can be started; build a new SlotLoader"
+            ) from None
 
     def remove(self, slots: Sequence[int], timeout: float | None) -> None:
         """See `Fleet.remove`; a worker that dies later must not build these envs again."""
@@ -366,10 +375,19 @@ class ProcessFleet(Fleet):
                 with contextlib.suppress(EOFError):
                     self._control.send(("condemn", worker))
         for worker, (text, since) in list(self._condemned.items()):
+            if now - since > _REAP_LIMIT / 2 and worker in self._pids:
+                self._kill_by_hand(self._pids[worker])
             if now - since > _REAP_LIMIT and worker not in self._gone:
                 del self._condemned[worker]
                 note = "it could not be reaped, so its slots are dead for good"
                 self.deliver(Died(worker, self.slots_of(worker), self._pids.get(worker, 0), -signal.SIGKILL, text, note))
+
+    @staticmethod
+    def _kill_by_hand(pid: int) -> None:
+        """For a nursery that is frozen or busy. Nobody else can have the number: the worker has not been reaped."""
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
 
     def _from_nursery(self, kind: str, *args: Any) -> None:
         if kind == "unspawned":
@@ -380,8 +398,10 @@ class ProcessFleet(Fleet):
             return
         if kind == "exit":
             worker, pid, exitcode = args
-            self._drain(worker)
             self._pids.pop(worker, None)
+            if worker in self._gone:
+                return  # reaped at last: its slots have been given up for good
+            self._drain(worker)
             self._start_by.pop(worker, None)
             why, _ = self._condemned.pop(worker, ("", 0.0))
             if why:
@@ -416,17 +436,19 @@ class ProcessFleet(Fleet):
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        if not self._pids:  # it ended before it had forked anybody
-            why = f"the loader's nursery process ended with status {self._nursery.wait() if self._nursery else '?'}; see stderr"
-            for worker in [worker for worker in self._channels if worker not in self._gone]:
+        _kill_marked(self._mark)  # helpers of envs in sessions of their own, and workers whose number it had not told yet
+        for worker in [config.index for config in self.configs if config.index not in self._gone]:
+            if worker in self._channels:
+                self._channels[worker].socket.settimeout(2.0)
+                self._drain(worker)  # until its end of the socket is closed: only then can it write no more
+            pid = self._pids.pop(worker, 0)
+            if pid:
+                note = "the loader's nursery process has ended, so nothing can be restarted"
+                self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL, note=note))
+            else:  # it was about to be started
+                status = self._nursery.wait() if self._nursery else "?"
+                why = f"the loader's nursery process ended with status {status}; see stderr"
                 self.deliver(Died(worker, self.slots_of(worker), 0, 1, why, note="nothing can be started without it"))
-        _kill_marked(self._mark)  # helpers of envs in sessions of their own
-        for worker, pid in list(self._pids.items()):
-            self._channels[worker].socket.settimeout(2.0)
-            self._drain(worker)  # until its end of the socket is closed: only then can it write no more
-            self._pids.pop(worker, None)
-            note = "the loader's nursery process has ended, so nothing can be restarted"
-            self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL, note=note))
 
     def stop(self, deadline: float) -> None:
         """See `Fleet.stop`."""

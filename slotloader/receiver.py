@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from slotloader.loader import SlotLoader
 
 _READY, _LEASED, _ACTED, _DEAD = (int(s) for s in (State.READY, State.LEASED, State.ACTED, State.DEAD))
-_FEW = 512  # up to so many slots bytes.count beats numpy
 _TERMINATION, _TRUNCATION = b"\x02", b"\x03"
 
 
@@ -72,12 +71,13 @@ class Receiver:
         self._index, self._first, self._end = index, first, end
         self.request = loader.request_for(end - first)
         self._signal = loader.fleet.signals[index]
-        self._states, self._state, self._state_words = table.state[first:end], table.state, table.state_words
+        self._states, self._state, self._count_ready = table.state[first:end], table.state, table.count_ready
         self._fence = make_fence()
         self._order_fence = make_order_fence(self._fence)
         self._wakers, self._worker_of = loader.wakers, table.owner
         self.gather_observation = loader.gatherers[0]
         self.gather_info, self.gather_action = loader.gatherers[1], loader.gatherers[2]
+        self.gather_sequence = table.sequence.__getitem__
         self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
         self._consumer: dict[str, int] = {}  # the thread whose `recv` runs; setdefault on a dict is atomic
         # `progress` of the last record handed out, and the same rows as opaque bytes: numpy copies those four times faster.
@@ -198,8 +198,8 @@ class Receiver:
                     self._loader.raise_events()
                 if self._failure is not None:
                     self.raise_failure()
-                count = self._count_ready()
-                expected = self._alive - self._leased + self._promised
+                count = self._count_ready(self._first, self._end)
+                expected = self.expected
                 if self._loader.paused:
                     expected = self._in_flight(request, count)
                 elif request.min_get > expected:
@@ -229,11 +229,6 @@ class Receiver:
         self._wanted[self._index] = self._naps << 32 | wanted
         self._fence()
         return wanted
-
-    def _count_ready(self) -> int:
-        if self._end - self._first <= _FEW:
-            return self._state_words[self._first : self._end].tobytes().count(_READY)  # type: ignore[no-any-return]
-        return int(np.count_nonzero(self._states == _READY))
 
     def _ready(self) -> Array:
         ready: Array = (self._states == _READY).nonzero()[0]
@@ -273,7 +268,11 @@ class Receiver:
     def _lowered(self, request: Request, expected: int) -> Request:
         """`min_get` is above what can come: an error while batches are unanswered, lowered for slots lost for good."""
         if self._alive == 0:
-            raise SlotLoaderError("no slot is left: every env of this loader has failed; build a new SlotLoader")
+            last = self._loader.last_failure
+            raise SlotLoaderError(
+                "no slot is left: every env of this loader has failed or was removed; build a new SlotLoader"
+                + (f". The last failure: {last}" if last else " or use add_envs")
+            )
         if request.min_get > self._alive:
             if not self._warned:
                 self._warned = True
@@ -506,7 +505,7 @@ class Receiver:
                 held.update(still.tolist())
                 if still.size == 0:
                     del self._unanswered[serial]
-            self._promised = sum(batch._left for batch in self._unanswered.values() if batch.promised)
+            self._promised = sum(min(batch._left, batch.promised) for batch in self._unanswered.values())
             leased = np.flatnonzero(self._states == _LEASED) + self._first
             self._state[[slot for slot in leased.tolist() if slot not in held]] = _READY
             self._leased = len(held)
@@ -555,7 +554,9 @@ class Receiver:
     def _close(self, batch: Batch, rows: int, answered: bool) -> None:
         batch._left -= rows
         if batch.promised:
-            self._promised -= rows
+            kept = min(rows, batch.promised)
+            batch.promised -= kept
+            self._promised -= kept
         if batch._rows:
             for view in batch._rows:
                 view.expire()
@@ -566,19 +567,28 @@ class Receiver:
 
     # What the sender of a device's actions tells us.
 
-    def promise(self, batch: Batch, promised: bool = True) -> None:
-        """The answer to a batch is on its way (or is not any more): its slots can, or cannot, become ready by themselves."""
+    def promise(self, batch: Batch, rows: int) -> None:
+        """So many rows of a batch will be answered without further ado, so that many slots can become ready."""
         with self._lock:
-            if batch.promised != promised:
-                batch.promised = promised
-                self._promised += batch._left if promised else -batch._left
-        if not promised:
+            self._promised += rows - batch.promised
+            batch.promised = rows
+        if not rows:
             self._signal.post()  # a recv that sleeps counts on these slots
+
+    @property
+    def expected(self) -> int:
+        """How many slots can become ready: neither lost nor leased for longer than their actions are on their way."""
+        return self._alive - self._leased + self._promised
 
     def fail(self, error: BaseException) -> None:
         """Has the `recv` that runs, or else the next one, raise `error`."""
         self._failure = error
         self._signal.post()
+
+    def forget(self, error: BaseException) -> None:
+        """Takes back what `fail` was told, if nobody has raised it yet."""
+        if self._failure is error:
+            self._failure = None
 
     def raise_failure(self) -> None:
         """Raises what `fail` was told, once."""
@@ -702,8 +712,13 @@ class Receiver:
 
     @property
     def receiver(self) -> Receiver:
-        """Itself: what takes a loader or a receiver asks for this."""
+        """Itself: what takes a loader, a receiver or an adapter asks for this."""
         return self
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot of this share."""
+        return self._first
 
     @property
     def num_slots(self) -> int:

@@ -22,7 +22,6 @@ from slotloader.specs import Array, Tree, differences, leaves, show_value
 
 _ACTED, _WRITING, _READY = int(State.ACTED), int(State.WRITING), int(State.READY)
 _FIRST, _MID = int(StepType.FIRST), int(StepType.MID)
-_FEW = 512  # up to so many slots bytes.count beats numpy: 0.2 us against 1.1 us at 64
 _DROPPED_BYTES = 600  # room for the names of what an info had to leave out
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -63,7 +62,7 @@ class Publisher:
     """
 
     def __init__(self, table: Table, wake: Sequence[Signal], fence: Callable[[], None]) -> None:
-        self._state, self._states = table.state_words, table.state
+        self._state, self._count_ready = table.state_words, table.count_ready
         self._receiver, self._wanted = table.receiver_words, table.wanted_words
         self._first, self._end = table.first_slot_words, table.end_slot_words
         self._post = [signal.post for signal in wake]
@@ -79,15 +78,9 @@ class Publisher:
         wanted = self._wanted[receiver]
         if wanted and wanted != self._posted[receiver]:
             records = wanted & 0xFFFFFFFF
-            if records == 1 or self._count(receiver) >= records:
+            if records == 1 or self._count_ready(self._first[receiver], self._end[receiver]) >= records:
                 self._posted[receiver] = wanted
                 self._post[receiver]()
-
-    def _count(self, receiver: int) -> int:
-        first, end = self._first[receiver], self._end[receiver]
-        if end - first <= _FEW:
-            return int(self._state[first:end].tobytes().count(_READY))
-        return int(np.count_nonzero(self._states[first:end] == _READY))
 
 
 class Tally:

@@ -80,7 +80,7 @@ class GuardedSignal(SemaphoreSignal):
             self._ask_again = now + SLICE
             self._handled = any(callable(signal.getsignal(number)) for number in _HANDLED)
         if not self._handled or threading.get_ident() != _MAIN_THREAD:  # handlers run in the main thread only
-            return super().wait(timeout)
+            return SemaphoreSignal.wait(self, timeout)  # what super() costs is worth saving here
         before = None
         try:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)

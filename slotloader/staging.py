@@ -191,10 +191,10 @@ def _require_fitting(field: Field, values: Array) -> None:
 
 
 class BufferLayout(NamedTuple):
-    """Where the fields of one bucket lie in a buffer: bytes in all; begin, end, dtype and shape of each."""
+    """Where the fields of one bucket lie in a buffer: bytes in all; offset, dtype and shape of each."""
 
     nbytes: int
-    places: tuple[tuple[int, int, np.dtype[Any], tuple[int, ...]], ...]
+    places: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
 
 
 @dataclass
@@ -261,13 +261,13 @@ class Staging:
         if rows not in self._layouts:
             places, end = [], 0
             for field in self._plan.fields:
-                places.append((end, end + rows * field.row_bytes, field.dtype, (rows, *field.shape)))
+                places.append((end, field.dtype, (rows, *field.shape)))
                 end += -(-rows * field.row_bytes // _ALIGN) * _ALIGN
             self._layouts[rows] = BufferLayout(end, tuple(places))
         return self._layouts[rows]
 
     def _view(self, memory: Array, rows: int) -> list[Array]:
-        return [memory[begin:end].view(dtype).reshape(shape) for begin, end, dtype, shape in self._layout(rows).places]
+        return [np.ndarray(shape, dtype, memory, offset) for offset, dtype, shape in self._layout(rows).places]
 
     def put(self, batch: Batch, hidden: bool = False) -> Staged:
         """Stages a batch whose slots are leased.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,8 +209,9 @@ def test_when_every_env_has_failed_recv_says_that_no_slot_is_left(how: dict[str,
         error, records = until_raises(loader)
         assert (error.slots, records) == ((0,), 1)
         for _ in range(2):
-            with pytest.raises(SlotLoaderError, match=r"no slot is left.*build a new SlotLoader"):
+            with pytest.raises(SlotLoaderError, match=r"no slot is left.*build a new SlotLoader") as caught:
                 loader.recv()
+            assert re.search(r"The last failure: slot 0 \(worker 0, pid \d+\): env.step raised ", str(caught.value))
 
 
 def test_env_close_runs_once_for_every_env_after_anothers_error(packed: dict[str, Any], tmp_path: Path) -> None:

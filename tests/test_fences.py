@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from slotloader.device_batches import DeviceBatches
 from slotloader.devices import Stream
 
 MODULES = (staging, completion, device_batches, policies)
+SOURCES = {module: inspect.getsource(module) for module in MODULES}
 MODES: list[dict[Stream, str]] = [
     dict.fromkeys(Stream, "late"),
     dict.fromkeys(Stream, "eager"),
@@ -111,17 +113,17 @@ def wrong_actions(modes: dict[Stream, str], seed: int) -> int:
 
 def fences() -> list[tuple[ModuleType, int]]:
     """Every line that says it is a fence."""
-    found = []
-    for module in MODULES:
-        with open(str(module.__file__)) as source:
-            found += [(module, number) for number, line in enumerate(source, 1) if line.rstrip().endswith("# fence")]
-    return found
+    return [
+        (module, number)
+        for module, source in SOURCES.items()
+        for number, line in enumerate(source.splitlines(), 1)
+        if line.endswith("# fence")
+    ]
 
 
 def without(module: ModuleType, line: int) -> tuple[str, str, Callable[..., Any]]:
     """The method around `line`, compiled without that line: its class, its name and the new function."""
-    with open(str(module.__file__)) as file:
-        source = file.read()
+    source = SOURCES[module]
     for cls in ast.parse(source).body:
         for function in cls.body if isinstance(cls, ast.ClassDef) else []:
             if isinstance(function, ast.FunctionDef) and function.lineno <= line <= (function.end_lineno or 0):

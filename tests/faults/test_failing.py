@@ -20,7 +20,7 @@ from typing import Any
 import chaos
 import numpy as np
 import pytest
-from checks import until
+from checks import kill_quietly, until
 from play import Play, gone, reaped
 from sick import (
     EPISODE,
@@ -38,7 +38,7 @@ from sick import (
     wait_for,
 )
 
-from slotloader import EnvFailed, SlotLoader, SlotLoaderError, WorkerDied
+from slotloader import EnvFailed, SlotLoader, SlotLoaderError, WorkerDied, process_fleet
 from slotloader.envs import life_seed
 from slotloader.slots import State
 from slotloader.supervision import Limits, RestartPolicy
@@ -133,7 +133,7 @@ def storm(steps: int) -> float:
             while not over.wait(0.05):
                 for worker in (4, 5):
                     if pid := loader.fleet.pids.get(worker):
-                        os.kill(pid, signal.SIGKILL)
+                        kill_quietly(pid)  # reaped a moment ago, perhaps
                         next(kills)
 
         thread = threading.Thread(target=kill)
@@ -588,6 +588,28 @@ def test_a_worker_that_is_frozen_before_it_takes_an_action_is_replaced_too() -> 
         os.kill(loader.fleet.pids[0], signal.SIGSTOP)  # nothing of the env's is to blame: a debugger, a cgroup freezer
         play.until(lambda: play.life(0) == 1)
         play.steps(10)
+
+
+def test_a_slot_that_is_given_up_because_its_nursery_is_frozen_stays_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_fleet, "_REAP_LIMIT", 2.0)
+    env = partial(LongReset, directory=str(tmp_path), length=1)
+    with SlotLoader(env, 1, reset_timeout=0.5, stall_timeout=30, **PROCESS, **RESTART) as loader:
+        pid, nursery = until(lambda: loader.fleet.pids.get(0)), loader.fleet._nursery.pid
+        os.kill(nursery, signal.SIGSTOP)  # so that it neither kills nor reaps
+        try:
+            with pytest.raises(WorkerDied, match="could not be reaped, so its slots are dead for good"):
+                Play(loader).until(lambda: False)
+            assert gone(pid), "what is not killed may still write"
+            (tmp_path / "go-on").touch()
+        finally:
+            os.kill(nursery, signal.SIGCONT)
+        until(lambda: reaped(pid) and not loader.fleet.pids)
+        with pytest.raises(SlotLoaderError, match="no slot is left"):
+            loader.recv(stall_timeout=1)
+        assert loader.table.state.tolist() == [State.DEAD]
+        assert loader.stats().restarted == 0
 
 
 def test_a_spare_that_hangs_in_its_reset_is_found_and_its_worker_replaced() -> None:

@@ -25,7 +25,7 @@ from checks import MARK, child_environment, kill_quietly, names_of, run_script, 
 from play import Play, gone
 from sick import PRELOAD, Alive, Browser, Closing, LongReset, Sick, Stuck
 
-from slotloader import LoaderClosed, SlotLoader, WorkerDied
+from slotloader import LoaderClosed, SlotLoader, SlotLoaderError, WorkerDied
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -384,6 +384,30 @@ def test_a_killed_nursery_is_learned_within_a_second_and_takes_workers_and_helpe
                 play.until(lambda: False)
             assert time.monotonic() - begin < 1.0 + SLACK
             until(lambda: all(map(gone, workers + helpers)), DEADLINE, "something outlives the nursery")
+
+
+def test_a_worker_that_is_just_being_replaced_when_the_nursery_is_killed_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SlotLoader(Alive, 2, capacity=3, on_failure="restart", **PROCESS) as loader:
+        play, fleet = Play(loader), loader.fleet
+        play.steps(5, [0, 1])
+        respawn, nursery = fleet.respawn, fleet._nursery.pid
+
+        def respawn_too_late(worker: int) -> None:
+            kill_quietly(nursery)
+            until(lambda: gone(nursery))
+            respawn(worker)
+
+        monkeypatch.setattr(fleet, "respawn", respawn_too_late)
+        kill_quietly(fleet.pids[1])
+        lost: set[int] = set()
+        while lost != {0, 1}:
+            with pytest.raises(WorkerDied) as caught:
+                play.until(lambda: False, 10)
+            lost.update(caught.value.slots)
+        with pytest.raises(SlotLoaderError, match=r"no slot is left.*nothing can be"):
+            loader.recv()
+        with pytest.raises(SlotLoaderError, match="add_envs: the loader's nursery process has ended"):
+            loader.add_envs(Alive, 1)
 
 
 def test_trainer_and_nursery_killed_together_take_the_workers_along(tmp_path: Path) -> None:

@@ -1,0 +1,427 @@
+"""From records to learning: transitions for replay, and unrolls of fixed length, out of slots that each have their own pace.
+
+Both take every batch that is received, in any loop, and put a slot's records together again. Two records of a slot belong
+together if the second is no FIRST and nothing came between (`Batch.sequence`); so episodes, interruptions, new lives
+and batches that were left out all end a trajectory where it ends. A record that was given back and comes again takes the
+place of its former self.
+
+The records live in a history on the device that the batches come from: numpy for the loader's own batches and `to_numpy`,
+else tensors that never leave it. What is computed here about them (where they lie, what belongs together, n-step returns)
+is numpy on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from slotloader.batches import Batch, BytesColumn
+from slotloader.devices import DeviceOps, HostOps, map_tree
+from slotloader.loader import SlotLoader
+from slotloader.receiver import Receiver
+from slotloader.slots import StepType
+from slotloader.specs import Array, Kind, build, flatten, leaves, show_path
+from slotloader.staging import BytesTensor
+
+if TYPE_CHECKING:
+    from slotloader.device_batches import DeviceBatch, DeviceBatches
+
+Source: TypeAlias = "SlotLoader | Receiver | DeviceBatches"
+
+
+class Transition(NamedTuple):
+    """Transitions of n or fewer steps; arrays of N rows, on the device of the batches.
+
+    The target of a value is `reward + discount * value(next_obs)`, also at the end of an episode and where one was cut.
+
+    Attributes:
+      obs: tree of (N, ...), where it begins.
+      action: tree of (N, ...), sent then.
+      reward: float32 (N,), the discounted sum of the rewards on the way.
+      discount: float32 (N,): gamma to the number of steps, 0 after a termination.
+      next_obs: tree of (N, ...), where it ends.
+      extras: what was given with the action, tree of (N, ...).
+      valid: bool (N,): False for padding rows, which only jax gets, at the end.
+      slots: int64 (N,) of numpy, without padding.
+      versions: int64 (N,) of numpy, of the policy that acted, -1 if unknown; without padding.
+    """
+
+    obs: Any
+    action: Any
+    reward: Any
+    discount: Any
+    next_obs: Any
+    extras: Any
+    valid: Any
+    slots: Array
+    versions: Array
+
+    @property
+    def size(self) -> int:
+        """How many transitions these are."""
+        return len(self.slots)
+
+
+class Unroll(NamedTuple):
+    """B unrolls of T transitions: T + 1 records of one slot each, time-major, on the device of the batches.
+
+    Transition t begins at record t: it has `obs[t]`, `action[t]`, `reward[t + 1]`, `discount[t + 1]` and ends at `obs[t + 1]`.
+    It exists where `valid[t]`; elsewhere record t is the last of an episode or was cut off from record t + 1.
+
+    Attributes:
+      obs: tree of (T + 1, B, ...).
+      action: tree of (T + 1, B, ...), the action sent to each record.
+      reward: float32 (T + 1, B).
+      discount: float32 (T + 1, B): 0 for a TERMINATION record, 1 otherwise; no gamma.
+      step_type: uint8 (T + 1, B).
+      is_first: bool (T + 1, B): where a recurrent state begins anew.
+      valid: bool (T, B).
+      extras: what was given with the actions, tree of (T + 1, B, ...).
+      initial_state: what was given as state with record 0, tree of (B, ...), or None.
+      versions: int64 (T + 1, B) of numpy, of the policy that acted on each record, -1 if unknown.
+      slots: int64 (B,) of numpy.
+    """
+
+    obs: Any
+    action: Any
+    reward: Any
+    discount: Any
+    step_type: Any
+    is_first: Any
+    valid: Any
+    extras: Any
+    initial_state: Any
+    versions: Array
+    slots: Array
+
+
+class _History:
+    """A table of `rows` records on the device and a scratch row for padding; its leaves are made with the first record."""
+
+    def __init__(self, ops: DeviceOps, rows: int) -> None:
+        self._ops, self._rows, self._scratch = ops, rows + 1, rows
+        self._tables: Any = None
+        self._store = ops.jit(self._put, donate=(0,))
+
+    def _put(self, tables: Any, at: Any, records: Any) -> Any:
+        return self._ops.tree_map(lambda table, rows: self._ops.put(table, at[: len(rows)], rows), tables, records)
+
+    def write(self, at: Array, records: Any) -> None:
+        """Stores a tree of (N, ...) at rows `at`; more rows than those are padding."""
+        ops = self._ops
+        if self._tables is None:
+            self._tables = ops.compute(ops.tree_map, lambda leaf: ops.table(leaf[0], self._rows), records)
+        most = len(at)
+
+        def count(leaf: Any) -> None:
+            nonlocal most
+            most = max(most, len(leaf))
+
+        ops.tree_map(count, records)
+        padded = np.full(most, self._scratch, np.int64)
+        padded[: len(at)] = at
+        self._tables = ops.compute(self._store, self._tables, ops.array(padded), records)
+
+    def read(self, function: Callable[..., Any], at: Array, *arrays: Array) -> Any:
+        """`function(records, *arrays)` of the records at rows `at`, a tree of (*at.shape, ...)."""
+        ops = self._ops
+        return ops.compute(function, self._tables, ops.array(at), *(ops.array(array) for array in arrays))
+
+
+def _rows_of(ops: DeviceOps, tables: Any, at: Any) -> Any:
+    return ops.tree_map(lambda table: table[at], tables)
+
+
+def _ops_of(source: Source) -> tuple[DeviceOps, int]:
+    if isinstance(source, (SlotLoader, Receiver)):
+        return HostOps(), source.receiver.loader.num_slots
+    if hasattr(source, "ops") and hasattr(source, "receiver"):
+        return source.ops, source.table_slots
+    raise TypeError(f"loader: expected a SlotLoader, a receiver of loader.split or an adapter, found {source!r:.200}")
+
+
+def _host(batch: Batch | DeviceBatch) -> Batch:
+    return batch if isinstance(batch, Batch) else batch.host
+
+
+class _Assembler:
+    """What `Transitions` and `Unrolls` share: the history and where each slot is in it."""
+
+    def __init__(self, source: Source, length: int) -> None:
+        self._ops, slots = _ops_of(source)
+        self._of_loader = isinstance(source, (SlotLoader, Receiver))
+        self._length = length  # records that are kept per slot
+        self._history = _History(self._ops, slots * length)
+        self._action = source.receiver.loader.table.layout.action
+        wrong = [leaf for leaf in leaves(self._action) if leaf.kind is not Kind.ARRAY]
+        if wrong:
+            raise TypeError(f"{show_path(wrong[0].path)}: expected actions of numbers, found {wrong[0]}")
+        self._sequence = np.zeros(slots, np.uint64)  # of each slot's newest record
+        self._newest = np.full(slots, -1, np.int64)  # its place in the slot's ring; -1 before the first
+        self._versions = np.full((slots, length), -1, np.int64)
+
+    def _rows(self, slots: Array, places: Array) -> Array:
+        return slots * self._length + places
+
+    def _begin(self, batch: Batch | DeviceBatch, version: int | None) -> tuple[Batch, Array, Array]:
+        """Takes the batch's records into account.
+
+        Returns:
+          The core's batch; bool (B,) whether each record follows the slot's newest; bool (B,) whether it is the newest again.
+        """
+        host = _host(batch)
+        if isinstance(batch, Batch) is not self._of_loader or getattr(batch, "ops", self._ops) is not self._ops:
+            made_for = "the loader" if self._of_loader else "the adapter that this was made for"
+            raise TypeError(f"add: expected a batch of {made_for}, found {batch!r:.200}")
+        slots, known = host.env_indices, self._newest[host.env_indices] >= 0
+        again = known & (host.sequence == self._sequence[slots])
+        follows = known & (host.sequence == self._sequence[slots] + np.uint64(1)) & (host.step_type != StepType.FIRST)
+        self._sequence[slots] = host.sequence
+        self._newest[slots] = np.where(again, self._newest[slots], (self._newest[slots] + 1) % self._length)
+        self._versions[slots, self._newest[slots]] = -1 if version is None else version
+        return host, follows, again
+
+    def _keep(self, batch: Batch | DeviceBatch, host: Batch, action: Any, **more: Any) -> None:
+        """Writes the records of a batch, with what came with its actions."""
+        ops = self._ops
+        parts = flatten(self._action, action, ("action",))
+        records = {"obs": map_tree(_plain, batch.obs), "action": build(self._action, (ops.adapt(part) for part in parts))}
+        records.update({name: ops.tree_map(ops.adapt, value) for name, value in more.items()})
+        slots = host.env_indices
+        self._history.write(self._rows(slots, self._newest[slots]), records)
+
+
+def _plain(leaf: Any) -> Any:
+    return BytesTensor(leaf.data, leaf.lengths) if isinstance(leaf, BytesColumn) else leaf
+
+
+class Transitions(_Assembler):
+    """Puts transitions together, for replay.
+
+        transitions = Transitions(loader, n_step=3, gamma=0.99)
+        for batch in loader:
+            actions = policy(batch.obs)
+            replay.extend(transitions.add(batch, actions))
+            batch.send(actions)
+
+    The n-step return follows Sutton and Barto, "Reinforcement Learning", 2nd ed., section 7.1. Where the episode ends its
+    last transitions are shorter; where it was cut they bootstrap from the last observation that there is.
+
+    Args:
+      loader: whose batches come: a loader, a receiver of `split`, or an adapter.
+      n_step: most steps of a transition.
+      gamma: discount per step.
+    """
+
+    def __init__(self, loader: Source, n_step: int = 1, gamma: float = 0.99) -> None:
+        if isinstance(n_step, bool) or not isinstance(n_step, int) or n_step < 1:
+            raise ValueError(f"n_step: expected an integer of at least 1, found {n_step!r}")
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma: expected 0 to 1, found {gamma!r}")
+        super().__init__(loader, n_step + 1)
+        self._n, self._gamma = n_step, gamma
+        self._fetch = self._ops.jit(partial(_fetch_transitions, self._ops))
+        shape = self._versions.shape
+        self._age = np.full(shape, -1, np.int64)  # steps since the record, for those whose transition is not complete; else -1
+        self._return = np.zeros(shape, np.float64)
+        self._weight = np.ones(shape, np.float64)
+
+    def add(
+        self, batch: Batch | DeviceBatch, actions: Any, extras: dict[str, Any] | None = None, version: int | None = None
+    ) -> Transition:
+        """Takes a batch and the actions to it; call it before `batch.send`.
+
+        Args:
+          batch: every batch that is received, in order.
+          actions: what will be sent, rows as in the batch.
+          extras: what to keep with each action, a dict of arrays with the same rows.
+          version: of the policy.
+
+        Returns:
+          The transitions that are complete now, none or many.
+
+        Raises:
+          LeaseExpired: the batch has been answered already.
+          TypeError: a batch of another loader or adapter.
+        """
+        before = self._newest[_host(batch).env_indices]
+        host, follows, again = self._begin(batch, version)
+        slots, places = host.env_indices, self._newest[host.env_indices]
+        self._keep(batch, host, actions, extras=extras or {})
+        cut = ~(follows | again)
+        pending = self._age[slots]
+        alive = (pending >= 0) & follows[:, None]
+        self._return[slots] += np.where(alive, self._weight[slots] * host.reward[:, None], 0.0)
+        self._weight[slots] *= np.where(alive, self._gamma * host.discount[:, None], 1.0)
+        pending += alive
+        done = alive & ((pending == self._n) | host.is_last[:, None])
+        done |= cut[:, None] & (pending >= 1)
+        rows, starts = np.nonzero(done)
+        ends = np.where(cut[rows], before[rows], places[rows])
+        complete = self._read(slots[rows], starts, ends)
+        pending[done | cut[:, None]] = -1
+        self._age[slots] = pending
+        starting = ~host.is_last & ~again
+        self._age[slots[starting], places[starting]] = 0
+        self._return[slots[starting], places[starting]] = 0.0
+        self._weight[slots[starting], places[starting]] = 1.0
+        return complete
+
+    def _read(self, slots: Array, starts: Array, ends: Array) -> Transition:
+        size = len(slots)
+        rows = size if not self._ops.traced else 1 << max(size - 1, 0).bit_length()
+        at = np.zeros((2, rows), np.int64)
+        at[0, :size], at[1, :size] = self._rows(slots, starts), self._rows(slots, ends)
+        figures = np.zeros((2, rows), np.float32)
+        figures[0, :size], figures[1, :size] = self._return[slots, starts], self._weight[slots, starts]
+        fields = self._history.read(self._fetch, at, figures, np.arange(rows) < size)
+        return Transition._make((*fields, slots, self._versions[slots, starts]))
+
+
+def _fetch_transitions(ops: DeviceOps, tables: Any, at: Any, figures: Any, valid: Any) -> tuple[Any, ...]:
+    first = _rows_of(ops, tables, at[0])
+    next_obs = _rows_of(ops, tables["obs"], at[1])
+    return first["obs"], first["action"], figures[0], figures[1], next_obs, first["extras"], valid
+
+
+class Unrolls(_Assembler):
+    """Puts unrolls of fixed length together: IMPALA, SEED, and R2D2 with burn-in.
+
+        unrolls = Unrolls(batches, length=20, batch_size=32)
+        for batch in batches:
+            acted = policy(batch)
+            for unroll in unrolls.add(batch, acted.action, acted.extras, state=acted.state, version=batch.version):
+                learn(unroll)
+            batch.send(acted.action)
+
+    A slot's unrolls follow one another without a hole: the last `1 + overlap` records of one are the first of the next. An
+    unroll goes on over the end of an episode; `valid` says which transitions exist.
+
+    Args:
+      loader: whose batches come: a loader, a receiver of `split`, or an adapter.
+      length: T, transitions per unroll.
+      batch_size: B, unrolls that are handed out together.
+      overlap: records that two unrolls of a slot share beside the one that ends the first and begins the second; for
+        burn-in (Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", 2019).
+    """
+
+    def __init__(self, loader: Source, length: int, batch_size: int = 1, overlap: int = 0) -> None:
+        for name, value, least in (("length", length, 1), ("batch_size", batch_size, 1), ("overlap", overlap, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+        if overlap >= length:
+            raise ValueError(f"overlap: expected less than length={length}, found {overlap}")
+        super().__init__(loader, length + 1)
+        self.length, self.batch_size, self.overlap = length, batch_size, overlap
+        self._count = np.zeros(len(self._newest), np.int64)  # records of the unroll that each slot is at
+        self._linked = np.zeros(self._versions.shape, bool)  # the record follows the one before it
+        self._waiting: list[Unroll] = []
+        self._fetch, self._concatenate = self._ops.jit(partial(_fetch_unroll, self._ops)), self._ops.jit(self._concat)
+
+    def add(
+        self,
+        batch: Batch | DeviceBatch,
+        actions: Any,
+        extras: dict[str, Any] | None = None,
+        state: Any = None,
+        version: int | None = None,
+    ) -> list[Unroll]:
+        """Takes a batch and the actions to it; call it before `batch.send`.
+
+        Args:
+          batch: every batch that is received, in order.
+          actions: what will be sent, rows as in the batch.
+          extras: what to keep with each action, e.g. its log-probability; a dict of arrays with the same rows.
+          state: the recurrent state that the policy acted from, a tree of arrays with the same rows.
+          version: of the policy.
+
+        Returns:
+          The unrolls that are complete now, `batch_size` at a time; often none.
+
+        Raises:
+          LeaseExpired: the batch has been answered already.
+          TypeError: a batch of another loader or adapter.
+        """
+        complete = self.push(batch, actions, extras, state, version)
+        if complete.size:
+            groups = np.split(complete, complete.size) if self._ops.traced else [complete]  # shapes that were compiled before
+            self._waiting.extend(self.take(group) for group in groups)
+            self._count[complete] = 1 + self.overlap
+        return self._full()
+
+    def push(
+        self, batch: Batch | DeviceBatch, actions: Any, extras: dict[str, Any] | None, state: Any, version: int | None
+    ) -> Array:
+        """`add` without taking anything: the slots of the batch that have all records of their unroll now."""
+        host, follows, again = self._begin(batch, version)
+        slots, places = host.env_indices, self._newest[host.env_indices]
+        more = {"extras": extras or {}, "reward": batch.reward, "step_type": batch.step_type}
+        self._keep(batch, host, actions, **more, **({} if state is None else {"state": state}))
+        self._linked[slots, places] = np.where(again, self._linked[slots, places], follows)
+        self._count[slots] += ~again
+        return np.asarray(slots[self._count[slots] > self.length])
+
+    def begin(self, slots: Array) -> None:
+        """The newest record of each slot becomes the first of its next unroll, whatever its last one lacks."""
+        self._count[slots] = np.minimum(self._count[slots], 1)
+
+    def take(self, slots: Array) -> Unroll:
+        """The last T + 1 records of some slots, (T + 1, N); transitions that a slot has not made are not valid."""
+        length = self.length
+        steps = np.arange(length + 1)[:, None]
+        places = (self._newest[slots] - length + steps) % self._length
+        made = length - steps[:-1] < self._count[slots]  # transition t needs records t and t + 1 of this unroll
+        valid = self._linked[slots, places][1:] & made
+        fields = self._history.read(self._fetch, self._rows(slots, places), valid)
+        return Unroll._make((*fields, self._versions[slots, places], slots))
+
+    def _full(self) -> list[Unroll]:
+        """Hands out whole batches of what is waiting."""
+        found = []
+        while sum(len(unroll.slots) for unroll in self._waiting) >= self.batch_size:
+            pieces, wanted = [], self.batch_size
+            while wanted:
+                piece = self._waiting.pop(0)
+                if len(piece.slots) > wanted:
+                    self._waiting.insert(0, self._columns(piece, wanted, len(piece.slots)))
+                    piece = self._columns(piece, 0, wanted)
+                pieces.append(piece)
+                wanted -= len(piece.slots)
+            found.append(pieces[0] if len(pieces) == 1 else self._joined(pieces))
+        return found
+
+    def _joined(self, pieces: list[Unroll]) -> Unroll:
+        states = [piece.initial_state for piece in pieces]
+        records = [piece[: len(_ON_DEVICE)] for piece in pieces]
+        fields, state = self._ops.compute(self._concatenate, records, states)
+        versions = np.concatenate([piece.versions for piece in pieces], 1)
+        return Unroll._make((*fields, state, versions, np.concatenate([piece.slots for piece in pieces])))
+
+    def _concat(self, records: Any, states: Any) -> Any:
+        ops = self._ops
+        joined = ops.tree_map(lambda *leaves: ops.xp.concatenate(leaves, 1), *records)
+        return joined, ops.tree_map(lambda *leaves: ops.xp.concatenate(leaves, 0), *states)
+
+    def _columns(self, unroll: Unroll, begin: int, end: int) -> Unroll:
+        ops = self._ops
+        fields = ops.tree_map(lambda leaf: leaf[:, begin:end], unroll[: len(_ON_DEVICE)])
+        state = ops.tree_map(lambda leaf: leaf[begin:end], unroll.initial_state)
+        return Unroll._make((*fields, state, unroll.versions[:, begin:end], unroll.slots[begin:end]))
+
+
+_ON_DEVICE = Unroll._fields[: Unroll._fields.index("initial_state")]
+
+
+def _fetch_unroll(ops: DeviceOps, tables: Any, at: Any, valid: Any) -> tuple[Any, ...]:
+    """The fields of `Unroll` that are on the device, in its order."""
+    records = _rows_of(ops, {name: table for name, table in tables.items() if name != "state"}, at)
+    state = _rows_of(ops, tables["state"], at[0]) if "state" in tables else None
+    step_type = records["step_type"]
+    discount = ops.cast(step_type != int(StepType.TERMINATION), "float32")
+    is_first = step_type == int(StepType.FIRST)
+    return (
+        records["obs"], records["action"], records["reward"], discount, step_type, is_first, valid, records["extras"], state,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Rollouts for on-policy learners: T transitions of every slot, each at its own pace, then one barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slotloader.batches import Episode
+from slotloader.learners import Unroll, Unrolls
+from slotloader.policies import Policy
+
+if TYPE_CHECKING:
+    from slotloader.device_batches import DeviceBatch, DeviceBatches
+
+
+class Rollouts(Iterator[Unroll]):
+    """Yields one unroll of all slots after the other, for ever; made by `DeviceBatches.rollout`.
+
+    A slot that has its T transitions waits at the barrier with its last record, and no action is sent to it. Everything that
+    the learner does between two rollouts is so done before the first action of the next: the data is on-policy.
+
+    Args:
+      batches: the adapter.
+      policy: who acts.
+      length: T.
+      quorum: share of the slots that ends a rollout, or None for all. What the others lack is not `valid`.
+
+    Attributes:
+      episodes: those that ended in the last rollout.
+      env_steps: records that were not FIRST, in all rollouts.
+    """
+
+    def __init__(self, batches: DeviceBatches, policy: Policy, length: int, quorum: float | None) -> None:
+        if quorum is not None and not 0.0 < quorum <= 1.0:
+            raise ValueError(f"quorum: expected a share above 0 and up to 1, found {quorum!r}")
+        self._batches, self._policy, self._quorum = batches, policy, quorum
+        self._unrolls = Unrolls(batches, length)
+        receiver = batches.receiver
+        self._slots = np.arange(receiver.first_slot, receiver.first_slot + receiver.num_slots)
+        self._held: list[DeviceBatch] = []
+        self.episodes: list[Episode] = []
+        self.env_steps = 0
+
+    def __next__(self) -> Unroll:
+        batches, receiver = self._batches, self._batches.receiver
+        self.episodes = []
+        self._unrolls.begin(self._slots)
+        self._release()
+        done = 0
+        while receiver.expected and (self._quorum is None or done < self._quorum * len(self._slots)):
+            batch = batches.recv(min_get=min(receiver.request.min_get, receiver.expected))
+            try:
+                done += self._act(batch)
+            except BaseException:
+                batch.release()
+                raise
+            self.episodes.extend(batch.episodes)
+            self.env_steps += batch.env_steps
+        return self._unrolls.take(self._slots)
+
+    def _act(self, batch: DeviceBatch) -> int:
+        """Answers those of a batch that have not reached the barrier; returns how many have."""
+        policy = self._policy
+        acted = policy(batch)
+        complete = self._unrolls.push(batch, acted.action, acted.extras, acted.state, batch.version)
+        if not complete.size:
+            batch.send(acted.action)
+            return 0
+        waits = np.isin(batch.host.env_indices, complete)
+        if policy.state is not None:  # they will be acted on again, by the next policy
+            policy.state.scatter(batch, acted.state, self._batches.slots_of(batch, waits))
+        if not waits.all():
+            batch.send(acted.action, hold=waits)
+        self._held.append(batch)
+        return len(complete)
+
+    def _release(self) -> None:
+        """Gives back the records at the barrier: they come again, as the first ones of the next rollout."""
+        self._batches.drain()
+        for batch in self._held:
+            batch.release()
+        self._held.clear()
+
+    def close(self) -> None:
+        """Gives back what waits at the barrier; rollouts can go on afterwards."""
+        self._release()
+
+
+def bound(batches: DeviceBatches, policy: Any) -> Policy:
+    """The policy itself, or a plain one bound to the adapter."""
+    if not isinstance(policy, Policy):
+        return batches.policy(policy)
+    if policy.ops is not batches.ops:
+        raise TypeError("policy: expected one that this adapter has made, found one of another adapter")
+    return policy
