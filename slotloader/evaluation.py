@@ -261,18 +261,23 @@ class _Evaluation:
         for batch in receiver.unanswered:
             batch.release()
         failures: list[SlotLoaderError] = []
-        while True:
+        rest: Batch | None = None
+        while rest is None and receiver.has_slots():
             try:
-                batch = receiver.take_all()
-                break
+                rest = receiver.take_all()
             except (EnvFailed, WorkerDied) as error:
                 failures.append(error)
+        if rest is not None:
+            self._end_lives(rest)
+        if failures:
+            raise failures[0]
+
+    def _end_lives(self, batch: Batch) -> None:
+        receiver = self._receiver
         rows = np.array([slot in self._share and not receiver.is_doomed(slot) for slot in batch.env_indices.tolist()], bool)
         self._fleet.begin_lives(batch.env_indices[rows].tolist())
         receiver.pass_over(batch, rows)
         batch.release()
-        if failures:
-            raise failures[0]
 
     def _text(self) -> str:
         returns = [episode.episode_return for played in self._played.values() for episode in played]

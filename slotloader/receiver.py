@@ -675,6 +675,10 @@ class Receiver:
         """Whether the slot is in this receiver's share."""
         return self._first <= slot < self._end
 
+    def has_slots(self) -> bool:
+        """Whether an env is left, or a record of one."""
+        return self._alive > 0
+
     def is_doomed(self, slot: int) -> bool:
         """Whether the env of a slot that is ready or leased has ended for good."""
         return slot in self._doomed

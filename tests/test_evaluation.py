@@ -210,6 +210,23 @@ def test_a_worker_that_is_killed_costs_no_episode() -> None:
         assert is_expected(evaluate(loader, follow, episodes=4), [1] * 4)
 
 
+class Mortal(LongOrShort):
+    """Raises in its third step, for good."""
+
+    def step(self, action: int) -> Any:
+        if self.t == 2:
+            raise RuntimeError("broken")
+        return super().step(action)
+
+
+def test_envs_that_fail_for_good_end_an_evaluation_with_their_error(how: dict[str, Any]) -> None:
+    with SlotLoader(Mortal, 1, on_failure="raise", **how) as loader:
+        with pytest.raises(slotloader.EnvFailed, match="broken"):
+            evaluate(loader, follow, episodes=40)
+        with pytest.raises(slotloader.SlotLoaderError, match="no slot is left"):
+            loader.recv()
+
+
 # Adapters.
 
 
