@@ -11,6 +11,8 @@ import importlib
 import itertools
 import logging
 import queue
+import subprocess
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -330,13 +332,19 @@ def _write_mp4(path: Path, frames: Iterator[Array], fps: float) -> None:
         return
     odd = [(0, side % 2) for side in first.shape[:2]] + [(0, 0)] * (first.ndim - 2)
     height, width = (side + more for side, (_, more) in zip(first.shape[:2], odd, strict=False))
-    writer = imageio_ffmpeg.write_frames(
-        str(path), (width, height), fps=fps, pix_fmt_in="gray" if first.ndim == 2 else "rgb24",
-        macro_block_size=1, quality=8, ffmpeg_log_level="error",
-    )  # fmt: skip
-    writer.send(None)
-    try:
-        for frame in itertools.chain([first], frames):
-            writer.send(np.ascontiguousarray(np.pad(frame, odd, "edge")))
-    finally:
-        writer.close()
+    raw = ["-f", "rawvideo", "-pix_fmt", "gray" if first.ndim == 2 else "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:g}"]
+    coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", str(path)]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *raw, "-i", "-", *coded]
+    with tempfile.TemporaryFile() as errors:
+        # Not by imageio_ffmpeg.write_frames: it runs Python in a fork of this process, whose threads (of jax, say) may hold
+        # locks. A session of its own, so that Ctrl-C in a terminal leaves a file that can be played.
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True)
+        with contextlib.suppress(BrokenPipeError), started as process:  # its own words follow
+            assert process.stdin is not None
+            for frame in itertools.chain([first], frames):
+                process.stdin.write(np.pad(frame, odd, "edge").tobytes())
+        if started.returncode:
+            errors.seek(0)
+            raise OSError(
+                f"{path}: ffmpeg ended with status {started.returncode}: {errors.read()[-1000:].decode(errors='replace')}"
+            )

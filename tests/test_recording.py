@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -262,6 +263,24 @@ def test_an_encoder_that_fails_does_not_stop_the_loop(tmp_path: Path, monkeypatc
         assert time.monotonic() - began < 15
         with pytest.raises(OSError, match="no space left"):
             recording.close()
+
+
+def test_what_ffmpeg_says_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").mkdir()
+    with SlotLoader(Camera, 1, backend="inline") as loader:
+        recording = loader.record(0, tmp_path / "a.mp4")
+        play(loader, 30)
+        with pytest.raises(OSError, match=r"a\.mp4: ffmpeg ended with status .*directory"):
+            recording.close()
+
+
+def test_an_encoder_is_started_without_a_fork_that_runs_python(tmp_path: Path) -> None:
+    """Hooks at a fork tell: those of jax warn of a deadlock, our own would take the loader for another process's."""
+    forks: list[int] = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    with SlotLoader(Camera, 1, backend="inline") as loader, loader.record(0, tmp_path / "a.mp4", frames=2):
+        play(loader, 4)
+    assert forks == [] and len(mp4(tmp_path / "a.mp4")) == 2
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
