@@ -131,7 +131,8 @@ def evaluate(
     side.settle()
     if receiver.unanswered:
         raise SlotLoaderError(
-            f"evaluate: expected no unanswered batch, found {receiver.unanswered}; send or release them first"
+            f"evaluate: expected no unanswered batch, found {receiver.unanswered}; send or release them "
+            "(`close` of a rollout releases those that wait at its barrier, and it can go on afterwards)"
         )
     return _Evaluation(side, int(episodes), int(seed)).run(ProgressBar(progress))
 

@@ -10,6 +10,8 @@ All of them share one convention. An unroll is time-major and holds the records 
   `valid = ~is_first[1:]`. At such a row the target is the value itself, the advantage is 0, and nothing passes from one
   episode to the other. Whatever the other arguments hold there is ignored.
 
+Of an `Unroll` these are `unroll.reward[1:]`, `gamma * unroll.discount[1:]` and `unroll.valid`.
+
 Truncation needs nothing more: the transition into a last record with TRUNCATION has discount 1, so it bootstraps from the
 value of that record, which is the true last observation; the row after it is invalid. After TERMINATION the discount is 0.
 

@@ -15,7 +15,7 @@ import torch
 from toys import Counting, LongOrShort
 
 import slotloader
-from slotloader import Acted, EvalResult, SlotLoader, SlotLoaderError, evaluate
+from slotloader import Acted, EvalResult, SlotLoader, SlotLoaderError, evaluate, to_numpy
 from slotloader.envs import evaluation_seed
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -259,6 +259,21 @@ def test_a_recurrent_policy_begins_each_episode_anew() -> None:
         for _ in range(2):
             assert is_expected(evaluate(batches, policy, episodes=9), [3] * 3)
             batches.run(policy, env_steps=20)
+
+
+def test_rollouts_go_on_after_an_evaluation() -> None:
+    with SlotLoader(LongOrShort, 3, backend="thread") as loader, to_numpy(loader) as batches:
+        rollouts = batches.rollout(follow, length=7)
+        next(rollouts)
+        with pytest.raises(SlotLoaderError, match=r"`close` of a rollout releases"):
+            evaluate(batches, follow)
+        rollouts.close()
+        assert is_expected(evaluate(batches, follow, episodes=6), [2] * 3)
+        for _ in range(3):
+            unroll = next(rollouts)
+            valid, obs = np.asarray(unroll.valid), np.asarray(unroll.obs)
+            assert (obs[1:] - obs[:-1])[valid[: len(obs) - 1]].tolist() == [[1, 0]] * int(valid[: len(obs) - 1].sum())
+            assert valid.sum() >= 10
 
 
 def test_a_receiver_of_a_split_evaluates_on_its_own_slots() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Scripted
 
-from slotloader import SlotLoader, gae, lambda_returns, n_step_returns, returns, vtrace
+from slotloader import SlotLoader, gae, lambda_returns, n_step_returns, returns, to_numpy, vtrace
 from slotloader.adapters import jax_returns, torch_returns
 
 MODULES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -254,6 +254,19 @@ def test_a_time_limit_bootstraps_from_the_last_observation_and_a_termination_doe
     whole = module.lambda_returns(**given)[0, 0]
     np.testing.assert_allclose(whole, 1 + gamma * (1 + gamma * (1 + gamma * last)))
     assert not given["valid"][4].any() and (module.gae(**given).advantages[4] == 0).all()
+
+
+def test_an_unroll_gives_its_rows_as_they_are() -> None:
+    gamma = 0.5
+    with (
+        SlotLoader(partial(Scripted, length=4, how="truncated"), num_envs=2, backend="inline") as loader,
+        to_numpy(loader) as batches,
+    ):
+        unroll = next(batches.rollout(lambda obs: np.zeros(len(obs), np.int64), length=6))
+    values = unroll.obs[..., 0]
+    found = n_step_returns(unroll.reward[1:], gamma * unroll.discount[1:], values[:-1], values[-1], 1, unroll.valid)
+    expected = column(1.5, 2, 2.5, 1 + gamma * 4, 4, 1.5)  # the row of the last record is its value
+    np.testing.assert_allclose(found, np.repeat(expected, 2, 1))
 
 
 def test_no_gradient_flows_through_torch_targets() -> None:
