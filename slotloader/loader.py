@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from slotloader.layout import MAX_RECEIVERS, Layout
 from slotloader.local_fleets import InlineFleet, ThreadFleet
 from slotloader.progress import BoundedIterator
 from slotloader.receiver import DEFAULT, Receiver
+from slotloader.recording import Recording
 from slotloader.reports import error_from, summary
 from slotloader.runner import EnvOptions, OnReset
 from slotloader.slots import State
@@ -172,6 +174,7 @@ class SlotLoader:
             )
             self.wakers = self.fleet.wakers()
             self.closed = False
+            self.recordings: list[Recording] = []
             self._main = Receiver(self, 0, 0, self.num_slots)
             self._receivers = [self._main]
         except BaseException:
@@ -378,6 +381,43 @@ class SlotLoader:
             receiver.lose(chosen)
         self._vacant.update(chosen)
 
+    def record(
+        self,
+        slot: int,
+        path: str | PathLike[str],
+        frames: int | None = None,
+        episodes: int | None = None,
+        fps: float = 30,
+        key: Any = None,
+        render: bool | None = None,
+    ) -> Recording:
+        """Makes a video of a slot from the records that are received from now on; the loop goes on meanwhile.
+
+            with loader.record(0, "slot0.mp4", episodes=1):
+                for batch in loader.steps(10_000):
+                    batch.send(policy(batch.obs))
+
+        Args:
+          slot: which.
+          path: ends in .gif (needs Pillow) or .mp4 (needs imageio-ffmpeg); `pip install 'slotloader[video]'` has both.
+          frames: stop after so many; None goes on until `close`.
+          episodes: stop after so many whole episodes, beginning with the next one.
+          fps: frames per second of the video, at most 100.
+          key: the image leaf, e.g. "cam" or ("robot", "cam"); default the largest uint8 image among the observations. Of a
+            stack of frames the newest is taken.
+          render: take what `env.render()` returns, from envs built with `render_mode="rgb_array"`; None does so if no
+            observation is an image. The frame of a last record is left out, since its env is being reset already.
+
+        Returns:
+          The recording, to be closed: a context manager. What goes wrong while it runs is raised by its `close`.
+        """
+        if self.closed:
+            raise LoaderClosed(self.why_closed)
+        (chosen,) = self._checked_slots([slot])
+        recording = Recording(self, chosen, path, frames, episodes, fps, key, render)
+        self.recordings.append(recording)
+        return recording
+
     def pause(self) -> None:
         """Has the workers begin no step and no reset; records that are ready or on their way can still be received."""
         self.paused = True
@@ -502,7 +542,13 @@ class SlotLoader:
             self.fleet.closing = True
             for signal in self.fleet.signals[: len(self._receivers)]:
                 signal.post()
-            self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
+            deadline = time.monotonic() + CLOSE_TIMEOUT
+            recordings = list(self.recordings)
+            for recording in recordings:
+                recording.finish()
+            self.fleet.stop(deadline)
+            for recording in recordings:
+                recording.wait(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> SlotLoader:
         if self.closed:

@@ -82,6 +82,7 @@ class Receiver:
         self._consumer: dict[str, int] = {}  # the thread whose `recv` runs; setdefault on a dict is atomic
         # `progress` of the last record handed out, and the same rows as opaque bytes: numpy copies those four times faster.
         self._last = np.full((table.num_slots, 3), -1.0)  # no episode is open
+        self._recordings = loader.recordings
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
         self._serial = self._naps = 0
         self._due: tuple[int, int, int, int, Array] | None = None  # the batch taken last, not yet counted
@@ -351,7 +352,18 @@ class Receiver:
             self._unanswered[serial] = batch
             self._keep_books()
             self._due = (now, ready.size, most, kinds.count(0), table.publish_ns[ready])
+        if self._recordings:
+            self._record(batch)
         return batch
+
+    def _record(self, batch: Batch) -> None:
+        """Shows a batch to the recordings; Ctrl-C meanwhile gives it back, since nobody has got it."""
+        try:
+            for recording in list(self._recordings):
+                recording.see(batch)
+        except BaseException:
+            batch.release()
+            raise
 
     def _keep_books(self) -> None:
         """Counts the batch taken last: after its workers have been woken, or when somebody looks; under the lock."""

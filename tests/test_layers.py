@@ -18,9 +18,9 @@ CHECKOUT = Path(__file__).parents[1]
 ORDER = (
     "errors", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats", "channel", "pickling",
     "runner", "reports", "workers", "buffers", "batches", "actions", "supervision", "fleet", "local_fleets",
-    "worker_process", "nursery", "process_fleet", "progress", "receiver", "loader", "devices", "staging", "policies",
-    "learners", "rollouts", "background", "preparation", "completion", "device_batches", "returns", "evaluation",
-    "__init__", "demo", "cli",
+    "worker_process", "nursery", "process_fleet", "progress", "recording", "receiver", "loader", "devices", "staging",
+    "policies", "learners", "rollouts", "background", "preparation", "completion", "device_batches", "returns",
+    "evaluation", "__init__", "demo", "cli",
 )  # fmt: skip
 THIRD_PARTY = {"numpy", "posix_ipc", "msgpack", "cloudpickle"}
 FRAMEWORKS = {"torch", "jax", "grpc", "gymnasium", "dm_env", "tensorflow", "ale_py"}
@@ -29,6 +29,7 @@ LATE = {
     "loader": {"slotloader.process_fleet"},
     "cli": {"slotloader.demo"},
     "demo": {"ale_py", "slotloader.adapters.demo_torch", "slotloader.adapters.demo_jax"},
+    "recording": {"PIL", "imageio_ffmpeg"},
 }
 
 

@@ -330,3 +330,38 @@ class LongOrShort(gym.Env):
         assert action == self.t + self.length, f"{action} for t={self.t}"  # of the obs that came before, and of no other
         ended = self.t == self.length
         return np.float32([self.t, self.length]), 1.0, ended, False, {"length": self.length} if ended else {}
+
+
+class Camera(gym.Env):
+    """Uniform grey pictures of brightness 10 * t, episodes of 5 steps; `render` shows the same, 100 brighter and in red."""
+
+    action_space = Discrete(2)
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, space: Any = None, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+        self.observation_space = Box(0, 255, (20, 30), np.uint8) if space is None else space
+
+    def _fill(self, space: Any) -> Any:
+        if isinstance(space, Dict):
+            return {key: self._fill(part) for key, part in space.items()}
+        if len(space.shape) < 3:
+            return np.full(space.shape, 10 * self.t, space.dtype)
+        obs = np.zeros(space.shape, space.dtype)  # of a stack, or of channels first: the first one is the oldest
+        obs[...] = np.reshape(10 * self.t + np.arange(space.shape[0]), (-1,) + (1,) * (len(space.shape) - 1))
+        return obs
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._fill(self.observation_space), {}
+
+    def step(self, action: int) -> Any:
+        self.t += 1
+        return self._fill(self.observation_space), 1.0, self.t == 5, False, {}
+
+    def render(self) -> Any:
+        if self.render_mode is None:
+            return None
+        picture = np.zeros((24, 32, 3), np.uint8)
+        picture[..., 0] = 100 + 10 * self.t
+        return picture
