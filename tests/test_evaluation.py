@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from toys import Counting, LongOrShort
+from toys import Counting, LongOrShort, Mortal, RaisesOnce
 
 import slotloader
 from slotloader import Acted, EvalResult, SlotLoader, SlotLoaderError, evaluate, to_numpy
@@ -162,20 +162,6 @@ def test_a_policy_that_raises_leaves_a_loader_that_can_be_used(how: dict[str, An
 # Failures.
 
 
-class RaisesOnce(LongOrShort):
-    """Raises in the third step of its life while the file is there; it takes the file away."""
-
-    def __init__(self, mark: Path) -> None:
-        super().__init__()
-        self.mark = mark
-
-    def step(self, action: int) -> Any:
-        if self.t == 2 and self.mark.exists():
-            self.mark.unlink()
-            raise RuntimeError("once")
-        return super().step(action)
-
-
 def test_an_episode_that_a_failure_interrupts_does_not_count_and_another_is_played(how: dict[str, Any], tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     with SlotLoader(partial(RaisesOnce, mark), 2, **how) as loader:
@@ -208,15 +194,6 @@ def test_a_worker_that_is_killed_costs_no_episode() -> None:
         assert loader.stats().restarted == 2
         play(loader, 20)
         assert is_expected(evaluate(loader, follow, episodes=4), [1] * 4)
-
-
-class Mortal(LongOrShort):
-    """Raises in its third step, for good."""
-
-    def step(self, action: int) -> Any:
-        if self.t == 2:
-            raise RuntimeError("broken")
-        return super().step(action)
 
 
 def test_envs_that_fail_for_good_end_an_evaluation_with_their_error(how: dict[str, Any]) -> None:

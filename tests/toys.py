@@ -332,6 +332,29 @@ class LongOrShort(gym.Env):
         return np.float32([self.t, self.length]), 1.0, ended, False, {"length": self.length} if ended else {}
 
 
+class RaisesOnce(LongOrShort):
+    """Raises in the third step of its life while the file is there; it takes the file away."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def step(self, action: int) -> Any:
+        if self.t == 2 and self.mark.exists():
+            self.mark.unlink()
+            raise RuntimeError("once")
+        return super().step(action)
+
+
+class Mortal(LongOrShort):
+    """Raises in its third step, for good."""
+
+    def step(self, action: int) -> Any:
+        if self.t == 2:
+            raise RuntimeError("broken")
+        return super().step(action)
+
+
 class Camera(gym.Env):
     """Uniform grey pictures of brightness 10 * t, episodes of 5 steps; `render` shows the same, 100 brighter and in red."""
 
