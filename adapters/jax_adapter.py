@@ -85,11 +85,12 @@ def _is_array(leaf: Any) -> bool:
 class JaxOps(HostOps):
     """jax, which orders work by its arrays: an event is the arrays that it waits for.
 
-    On a CPU `device_put` takes aligned numpy memory over instead of copying it, whatever it is told, and copies the rest
-    later. So batches travel through an executable that copies, and the stage is written again once its results are there.
+    On one CPU device arrays lie over the buffers that batches are gathered into (`from_dlpack` keeps a reference as long as
+    jax or its work needs the memory, and only then is a buffer used again). Elsewhere batches travel through an executable
+    that copies, and the stage is written again once its results are there: what `device_put` does with numpy memory, and
+    until when, depends on its alignment.
     """
 
-    staged = True
     hidden = True
     traced = True
     xp: Any = jnp
@@ -100,7 +101,8 @@ class JaxOps(HostOps):
         self._rows = NamedSharding(mesh, PartitionSpec("batch"))
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._remote = any(device.platform != "cpu" for device in devices)
-        self._copies: dict[int, Callable[..., Any]] = {}
+        self.staged = self.devices != tuple(jax.local_devices(backend="cpu")[:1])
+        self._copies: dict[Any, Callable[..., Any]] = {}
         self._last: dict[Stream, Any] = {}
 
     def dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -115,11 +117,13 @@ class JaxOps(HostOps):
         return jax.jit(function, out_shardings=self._rows).lower(*shapes).compile()
 
     def h2d(self, source: Array, views: Sequence[Array]) -> list[Any]:
-        """Real copies, by one executable per bucket."""
-        rows = len(views[0])
-        if rows not in self._copies:
-            self._copies[rows] = self._compiled(lambda *arrays: tuple(jnp.copy(array) for array in arrays), views)
-        found = list(self._copies[rows](*views))
+        """Arrays over the views on one CPU device, else copies by one executable per shape."""
+        if not self.staged:
+            return [jax.dlpack.from_dlpack(view) for view in views]
+        key = tuple((view.shape, view.dtype) for view in views)
+        if key not in self._copies:
+            self._copies[key] = self._compiled(lambda *arrays: tuple(jnp.copy(array) for array in arrays), views)
+        found = list(self._copies[key](*views))
         self._last[Stream.H2D] = found
         return found
 
@@ -149,6 +153,10 @@ class JaxOps(HostOps):
     def done(self, event: Any) -> bool:
         """`is_ready` of all."""
         return event is None or all(array.is_ready() for array in event)
+
+    def on_host(self, array: Any) -> bool:
+        """For arrays of the CPU that are there already."""
+        return not self.staged and isinstance(array, jax.Array) and bool(array.is_ready())  # type: ignore[attr-defined]
 
     def own(self, array: Any) -> Any:
         """Jax arrays never change."""

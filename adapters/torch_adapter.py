@@ -35,6 +35,9 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
+_PLAIN = {torch.int64, torch.int32, torch.float32, torch.float64, torch.uint8, torch.bool}
+
+
 def to_torch(
     loader: SlotLoader | Receiver,
     device: str | torch.device | None = None,
@@ -156,6 +159,10 @@ class TorchOps(HostOps):
         """Over the tensor's memory."""
         return landing.numpy() if isinstance(landing, torch.Tensor) else np.asarray(landing)
 
+    def on_host(self, array: Any) -> bool:
+        """For plain tensors of the CPU that numpy has a dtype for."""
+        return type(array) is torch.Tensor and self._on_host and not array.requires_grad and array.dtype in _PLAIN
+
     def own(self, array: Any) -> Any:
         """A clone."""
         return array.clone() if isinstance(array, torch.Tensor) else array
@@ -242,6 +249,7 @@ class CudaOps(TorchOps):
     """
 
     staged = True
+    lazy = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

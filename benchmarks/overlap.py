@@ -34,6 +34,7 @@ class SimulatedOps(HostOps):
     """
 
     staged = True
+    lazy = False
 
     def __init__(self) -> None:
         self._free_at = dict.fromkeys(Stream, 0.0)
@@ -54,6 +55,9 @@ class SimulatedOps(HostOps):
     def d2h(self, array: Any) -> Any:
         self._work(Stream.D2H)
         return array
+
+    def on_host(self, array: Any) -> bool:
+        return False
 
     def record(self, stream: Stream) -> Any:
         return self._free_at[stream]

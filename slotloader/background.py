@@ -131,7 +131,7 @@ class Background(Iterator[Unroll]):
     def _turn(self) -> None:
         batch = self._batches.recv()
         try:
-            batch.host.sequence  # noqa: B018  read while leased: the unrolls come after the answer, which wakes envs
+            batch.host.sequence, batch.obs  # noqa: B018  read while leased: unrolls come after the answer, which wakes envs
             acted = self._policy(batch)
             batch.send(acted.action)
         except BaseException:

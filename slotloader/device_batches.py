@@ -39,14 +39,15 @@ class DeviceBatch:
       host: the core's batch: numpy arrays without padding, to be read before the answer.
       size: number of records.
       bucket: number of rows.
-      arrays: the device arrays in the order of the plan.
       version: of the policy that acted on it, or None.
     """
 
-    __slots__ = ("_commit", "_stage", "_trees", "_undo", "_whose", "arrays", "bucket", "host", "version")
+    __slots__ = ("_arrays", "_commit", "_stage", "_trees", "_undo", "_whose", "bucket", "host", "version")
 
-    def __init__(self, whose: DeviceBatches, host: Batch, arrays: Sequence[Any], bucket: int, stage: Stage | None) -> None:
-        self._whose, self.host, self.arrays, self.bucket, self._stage = whose, host, arrays, bucket, stage
+    def __init__(self, whose: DeviceBatches, host: Batch, bucket: int) -> None:
+        self._whose, self.host, self.bucket = whose, host, bucket
+        self._arrays: dict[str, Sequence[Any]] = {}  # what is on the device, by attribute
+        self._stage: Stage | None = None  # where hidden inputs are
         self._commit: Callable[..., None] | None = None  # what is to be done before the slots get their actions
         self._undo: Callable[..., None] | None = None  # and what, if they do not
         self._trees: dict[str, Any] = {}
@@ -67,8 +68,31 @@ class DeviceBatch:
                 raise AttributeError(
                     f"batch.{name}: expected one of the fields that travel, {tuple(self._whose.plan.spans)}; add it to fields="
                 )
-            self._trees[name] = self._whose.plan.tree_of(name, self.arrays)
+            if name not in self._arrays:
+                self.stage((name,))
+            self._trees[name] = self._whose.plan.tree_of(name, self._arrays[name])
         return self._trees[name]
+
+    def stage(self, names: tuple[str, ...]) -> None:
+        """Brings attributes to the device, together."""
+        plan = self._whose.plan
+        fields = {name: plan.fields[plan.spans[name]] for name in names}
+        late = [name for name in names if self.answered and any(field.column is not None for field in fields[name])]
+        if late:
+            raise LeaseExpired(
+                f"batch.{late[0]} was first read after the batch had been answered, when its slots may hold newer records; "
+                f"read batch.{late[0]} before batch.send"
+            )
+        arrays = iter(self._whose.staging.put(self.host, names).arrays if any(fields.values()) else ())
+        for name in names:
+            self._arrays[name] = [next(arrays) for _ in fields[name]]
+
+    def select(self, names: tuple[str, ...]) -> list[Any]:
+        """The device arrays of some attributes, one per field."""
+        missing = tuple(name for name in names if name not in self._arrays)
+        if missing:
+            self.stage(missing)
+        return [array for name in names for array in self._arrays[name]]
 
     def __len__(self) -> int:
         return self.host.size
@@ -137,6 +161,11 @@ class DeviceBatch:
     def discount(self) -> Any:
         """float32 (bucket,): 0 for TERMINATION, 1 otherwise."""
         return self._whose.ops.cast(self.step_type != int(StepType.TERMINATION), "float32")
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Every array of every field that travels, in the order of the plan."""
+        return self.select(tuple(self._whose.plan.spans))
 
     @property
     def inputs(self) -> Inputs:
@@ -274,11 +303,12 @@ class DeviceBatches:
         self.plan = make_plan(table, ops, fields, float64)
         self._action = table.layout.action
         self._action_leaves = list(leaves(self._action))
-        self._single = isinstance(self._action, Leaf) and self._action.kind is Kind.ARRAY
-        self._staging = Staging(ops, self.plan, self.buckets, self._max_get, in_flight + 2 if depth is None else depth)
+        self.staging = Staging(ops, self.plan, self.buckets, self._max_get, in_flight + 2 if depth is None else depth)
         self._preparation: Preparation | None = Preparation(ops, self.plan, self.table_slots, dtype, frame_stack)
         if not self._preparation.needed:
             self._preparation = None
+        self._single = isinstance(self._action, Leaf) and self._action.kind is Kind.ARRAY
+        self._direct = self._single and self._preparation is None  # actions can go from an array straight into their slots
         self._hides = ops.hidden and self._preparation is None  # a compiled policy takes its inputs from the stage
         self._completer = Completer(ops, receiver, self._action, in_flight)
         self._mine: list[Batch] = []  # handed out; those that have been answered are dropped now and then
@@ -305,18 +335,22 @@ class DeviceBatches:
                 raise ValueError(f"max_get: expected at most {self._max_get}, the largest bucket, found {max_get}")
             max_get = self._max_get
         given = {name: value for name, value in limits.items() if value is not DEFAULT}
-        return self._next(False, {**self._limits, **given, **({} if max_get is DEFAULT else {"max_get": max_get})})
+        return self._next({**self._limits, **given, **({} if max_get is DEFAULT else {"max_get": max_get})})
 
-    def _next(self, hidden: bool, limits: dict[str, Any]) -> DeviceBatch:
+    def _next(self, limits: dict[str, Any], hidden: tuple[str, ...] = ()) -> DeviceBatch:
         if self._closed:
             raise LoaderClosed("this adapter was closed; make a new one of the loader")
         self._completer.wait_for_room()
         host = self._receiver.recv(**limits) if limits else self._receiver.recv()
         try:
-            staged = self._staging.put(host, hidden)
-            batch = DeviceBatch(self, host, staged.arrays, self._staging.bucket_of(host.size), staged.stage)
+            batch = DeviceBatch(self, host, self.staging.bucket_of(host.size))
+            if hidden:
+                batch._arrays["hidden"], batch._stage = self.staging.put(host, hidden, hidden=True)
+            elif not self.ops.lazy:
+                batch.stage(tuple(self.plan.spans))
             if self._preparation is not None:
-                batch.arrays, batch._commit, batch._undo = self._preparation(staged.arrays)
+                prepared = self._preparation(batch.select(self._preparation.names))
+                batch._arrays["obs"], batch._commit, batch._undo = prepared
         except BaseException:
             host.release()
             raise
@@ -326,7 +360,7 @@ class DeviceBatches:
         return batch
 
     def __iter__(self) -> Iterator[DeviceBatch]:
-        return _Batches(self, False)
+        return _Batches(self)
 
     def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator[DeviceBatch]:
         """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
@@ -344,6 +378,15 @@ class DeviceBatches:
         if host.promised:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
         self._receiver.require_unanswered(host)
+        if (
+            self._direct
+            and hold is None
+            and batch._stage is None
+            and ops.on_host(actions)
+            and actions.shape[:1] == (batch.bucket,)
+        ):
+            host.send(ops.landed(actions)[: host.size])  # the common case on a CPU; says what is wrong as the core does
+            return
         try:
             parts = [actions] if self._single else list(flatten(self._action, actions, ("action",)))
         except SpecMismatch as error:
@@ -363,7 +406,7 @@ class DeviceBatches:
                 self._refuse(batch, leaf, shape)
         landed = ops.record(Stream.D2H)
         stage, batch._stage = batch._stage, None
-        give_back = None if stage is None else lambda: self._staging.give_back(stage)
+        give_back = None if stage is None else lambda: self.staging.give_back(stage)
         pending = Pending(host, landings, landed, give_back, batch._undo, None if hold is None else np.flatnonzero(~hold))
         pending.held = parts  # fence
         if batch._commit is not None:
@@ -394,7 +437,7 @@ class DeviceBatches:
             return
         batch.host.release()
         if batch._stage is not None:
-            self._staging.give_back(batch._stage)
+            self.staging.give_back(batch._stage)
             batch._stage = None
 
     # Policies.
@@ -427,13 +470,8 @@ class DeviceBatches:
         """
         compiled = self._bind(policy, params, state, seed, compiled=True, options=options)
         examples: dict[int, list[Any]] = {}
-        for rows in self._staging.sizes():
-            views = self._staging.examples(rows)
-            arrays = self.ops.h2d(*_one_buffer(views))  # also where they stay hidden: nothing is compiled later
-            if self._preparation is not None:
-                arrays, commit, _ = self._preparation(arrays)
-                commit()
-            examples[rows] = list(views) if self._hides else arrays
+        for rows in self.staging.sizes():
+            examples[rows] = self._examples(rows, compiled.names)
         self.ops.wait(Stream.COMPUTE, self.ops.record(Stream.H2D))
         compiled.compile(examples, options)
         return compiled
@@ -444,14 +482,29 @@ class DeviceBatches:
         if isinstance(policy, Policy):
             raise TypeError("policy: expected a policy that is not bound to an adapter yet, found one that is")
         adopted = self.ops.adopt(policy, params)
-        contract = as_contract(adopted.function, adopted.params is not None)
+        contract, only_obs = as_contract(adopted.function, adopted.params is not None)
+        names = ("obs",) if only_obs and "obs" in self.plan.spans and state is None else tuple(self.plan.spans)
         slot_state = None if state is None else SlotState(self.ops, self.table_slots, state)
         if slot_state is not None and "step_type" not in self.plan.spans:
             raise ValueError("state: expected 'step_type' among fields=, since a FIRST record begins a new state")
-        step = make_step(self.ops, self.plan, contract, None if slot_state is None else slot_state.initial)
+        step = make_step(self.ops, self.plan.part(names), contract, None if slot_state is None else slot_state.initial)
         keys = self.ops.keys(self._seed if seed is None else seed, compiled)
         static = compiled and self.ops.static_outputs(options or {})
-        return Policy(self.ops, step, adopted.params, slot_state, keys, adopted.own, adopted.params_of, static)
+        return Policy(self.ops, step, names, adopted.params, slot_state, keys, adopted.own, adopted.params_of, static)
+
+    def _examples(self, rows: int, names: tuple[str, ...]) -> list[Any]:
+        """Padding rows to compile with; whatever brings batches to the device is warmed up, so nothing is compiled later."""
+        groups = [(name,) for name in self.plan.spans] if self.ops.lazy else [tuple(self.plan.spans)]
+        found: dict[str, list[Any]] = {}
+        for group in groups:
+            memory, views = self.staging.examples(rows, group)
+            arrays = iter(self.ops.h2d(memory, views) if views else [])
+            for name in group:
+                found[name] = [next(arrays) for _ in self.plan.fields[self.plan.spans[name]]]
+        if self._preparation is not None:
+            found["obs"], commit, _ = self._preparation([x for name in self._preparation.names for x in found[name]])
+            commit()
+        return self.staging.examples(rows, names)[1] if self._hides else [x for name in names for x in found[name]]
 
     def slot_state(self, initial: Any) -> SlotState:
         """Recurrent state for a loop of your own: `gather(batch)`, act, `scatter(batch, new)`.
@@ -492,9 +545,9 @@ class DeviceBatches:
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
-        for batch in BoundedIterator(_Source(self, hidden), total, unit, progress):
+        for batch in BoundedIterator(_Source(self, acting.names if hidden else ()), total, unit, progress):
             try:
-                acted = acting.act(batch.arrays, batch)
+                acted = acting.act(batch._arrays["hidden"] if hidden else batch.select(acting.names), batch)
                 if on_batch is not None:
                     on_batch(batch, acted)
                 batch.send(acted.action)
@@ -573,12 +626,12 @@ class DeviceBatches:
 class _Batches(Iterator[DeviceBatch]):
     """Yields batches until the loader or the adapter is closed; an object, so it goes on after an exception."""
 
-    def __init__(self, whose: DeviceBatches, hidden: bool) -> None:
+    def __init__(self, whose: DeviceBatches, hidden: tuple[str, ...] = ()) -> None:
         self._whose, self._hidden = whose, hidden
 
     def __next__(self) -> DeviceBatch:
         try:
-            return self._whose._next(self._hidden, self._whose._limits)
+            return self._whose._next(self._whose._limits, self._hidden)
         except LoaderClosed:
             raise StopIteration from None
 
@@ -586,7 +639,7 @@ class _Batches(Iterator[DeviceBatch]):
 class _Source:
     """What `BoundedIterator` iterates in `run`."""
 
-    def __init__(self, whose: DeviceBatches, hidden: bool) -> None:
+    def __init__(self, whose: DeviceBatches, hidden: tuple[str, ...]) -> None:
         self._whose, self._hidden = whose, hidden
 
     def __iter__(self) -> Iterator[DeviceBatch]:
@@ -598,16 +651,3 @@ def _texts(values: Any, sizes: tuple[int, int]) -> list[Any]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or len(values) not in sizes:
         raise ValueError(f"expected a list of {sizes[1]} values, found {values!r:.80}")
     return list(values)
-
-
-def _one_buffer(views: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Host arrays laid out in one buffer, as `h2d` wants them."""
-    ends = np.cumsum([0] + [-(-view.nbytes // 64) * 64 for view in views])
-    memory = np.zeros(int(ends[-1]), np.uint8)
-    placed = [
-        memory[int(at) : int(at) + view.nbytes].view(view.dtype).reshape(view.shape)
-        for view, at in zip(views, ends, strict=False)
-    ]
-    for target, view in zip(placed, views, strict=True):
-        target[...] = view
-    return memory, placed

@@ -58,12 +58,14 @@ class DeviceOps(Protocol):
 
     Attributes:
       staged: copies go through a ring of host buffers that are written again; False if arrays are taken over as they are.
+      lazy: fields are brought over when they are first used, each by itself; False if all come in one copy.
       hidden: `compute` takes host arrays for a policy's inputs, and has read them once its results are there.
       traced: functions are compiled for each new shape, so sizes are padded to powers of two.
       xp: the namespace of array functions (`where`, `concatenate`, ...): numpy, torch or jax.numpy.
     """
 
     staged: bool
+    lazy: bool
     hidden: bool
     traced: bool
     xp: Any
@@ -105,6 +107,9 @@ class DeviceOps(Protocol):
 
     def done(self, event: Any) -> bool:
         """Whether the event has passed."""
+
+    def on_host(self, array: Any) -> bool:
+        """Whether `landed` can read an array of the framework at once, without `d2h`."""
 
     def own(self, array: Any) -> Any:
         """A copy on stream COMPUTE."""
@@ -192,6 +197,7 @@ class HostOps:
     """The host as a device: numpy arrays, taken as they are; everything is done when the call returns."""
 
     staged = False
+    lazy = True
     hidden = False
     traced = False
     xp: Any = np
@@ -235,6 +241,10 @@ class HostOps:
     def done(self, event: Any) -> bool:
         """Always."""
         return True
+
+    def on_host(self, array: Any) -> bool:
+        """For numpy arrays."""
+        return type(array) is np.ndarray
 
     def own(self, array: Any) -> Any:
         """A copy."""

@@ -53,8 +53,8 @@ class Acted(NamedTuple):
     extras: Any = {}
 
 
-def as_contract(policy: Callable[..., Any], has_params: bool) -> Callable[..., Acted]:
-    """Turns any policy into `(params, inputs, state, key) -> Acted`.
+def as_contract(policy: Callable[..., Any], has_params: bool) -> tuple[Callable[..., Acted], bool]:
+    """Turns any policy into `(params, inputs, state, key) -> Acted`, and says whether it uses `obs` alone.
 
     Args:
       policy: `policy(params, inputs, state, key) -> Acted`, `policy(params, obs) -> action` or `policy(obs) -> action`.
@@ -67,11 +67,11 @@ def as_contract(policy: Callable[..., Any], has_params: bool) -> Callable[..., A
         raise TypeError(f"policy: expected a callable, found {policy!r:.200}")
     least, most = _positional(policy)
     if least == 4:
-        return lambda params, inputs, state, key: _as_acted(policy(params, inputs, state, key))
+        return lambda params, inputs, state, key: _as_acted(policy(params, inputs, state, key)), False
     if has_params and least <= 2 <= most:
-        return lambda params, inputs, state, key: _as_acted(policy(params, inputs.obs))
+        return lambda params, inputs, state, key: _as_acted(policy(params, inputs.obs)), True
     if not has_params and least <= 1 <= most:
-        return lambda params, inputs, state, key: _as_acted(policy(inputs.obs))
+        return lambda params, inputs, state, key: _as_acted(policy(inputs.obs)), True
     raise TypeError(
         f"policy: expected policy(obs), policy(params, obs) or policy(params, inputs, state, key), found {policy!r:.200} with "
         f"{least} required positional arguments {'and' if has_params else 'and no'} params="
@@ -147,7 +147,7 @@ def scatter_state(ops: DeviceOps, tables: Any, indices: Any, state: Any) -> Any:
 
 def make_inputs(plan: Plan, arrays: Sequence[Any]) -> Inputs:
     """The inputs of a policy out of one device array per field."""
-    values = {name: plan.tree_of(name, arrays) for name in plan.spans}
+    values = {name: plan.tree_of(name, arrays[span]) for name, span in plan.spans.items()}
     if "step_type" in values:
         values["is_first"] = values["step_type"] == 0
     return Inputs(**values)
@@ -187,7 +187,8 @@ class Policy:
 
     Args:
       ops: the device.
-      step: from `make_step`; compiled ones by bucket size in `compiled`.
+      step: from `make_step`.
+      names: the attributes of a batch that the step takes.
       params: weights, on the device; None if the policy has its own.
       state: the recurrent state or None.
       next_key: makes the randomness of one call.
@@ -204,6 +205,7 @@ class Policy:
         self,
         ops: DeviceOps,
         step: Step,
+        names: tuple[str, ...],
         params: Any,
         state: SlotState | None,
         next_key: Callable[[], Any],
@@ -211,7 +213,8 @@ class Policy:
         params_of: Callable[[Any], Any] | None = None,
         static_outputs: bool = False,
     ) -> None:
-        self.ops, self._step, self._params, self.state, self._next_key, self._own = ops, step, params, state, next_key, own
+        self.ops, self._step, self.names, self._params = ops, step, names, params
+        self.state, self._next_key, self._own = state, next_key, own
         self._params_of, self._static_outputs = params_of, static_outputs
         self._compiled: dict[int, Step] = {}
         self._pending: tuple[Any, int] | None = None
@@ -290,7 +293,7 @@ class Policy:
         Returns:
           The action, for `batch.send`; the extras; and as `state` the state that it acted from, for `Unrolls`.
         """
-        return self.act(batch.arrays, batch)
+        return self.act(batch.select(self.names), batch)
 
     def act(self, arrays: Sequence[Any], batch: Any) -> Acted:
         """Acts on staged arrays and notes the version in the batch."""

@@ -39,18 +39,14 @@ class Preparation:
             [leaf for leaf in leaves(plan.trees["obs"]) for _ in range(1 if leaf.kind is Kind.ARRAY else 2)] if fields else []
         )
         wanted = _frames_by_leaf(kinds, frame_stack)
-        self._casts = [
-            span.start + at for at, field in enumerate(fields) if dtype is not None and np.issubdtype(field.dtype, np.floating)
-        ]
-        self._stacked = [span.start + at for at in range(len(fields)) if wanted[at]]
+        self._casts = [at for at, field in enumerate(fields) if dtype is not None and np.issubdtype(field.dtype, np.floating)]
+        self._stacked = [at for at in range(len(fields)) if wanted[at]]
         self.needed = bool(self._casts or self._stacked)
-        self._indices = plan.spans["env_indices"].start
-        self._step_type = plan.spans["step_type"].start if "step_type" in plan.spans else -1
-        if self._stacked and self._step_type < 0:
+        if self._stacked and "step_type" not in plan.spans:
             raise ValueError("frame_stack: expected 'step_type' among fields=, since a FIRST record begins a new stack")
         self._tables: list[Any] = []
         for at in self._stacked:
-            row = np.zeros((wanted[at - span.start], *plan.fields[at].shape), plan.fields[at].dtype)
+            row = np.zeros((wanted[at], *fields[at].shape), fields[at].dtype)
             table = ops.table(row, num_slots + 1)
             self._tables.append(ops.cast(table, dtype) if at in self._casts else table)
         self._dtype = dtype
@@ -61,16 +57,16 @@ class Preparation:
                 raise ValueError(f"dtype: expected a float dtype of the framework or its name, found {dtype!r}") from error
         self._prepare, self._store = ops.jit(self._step), ops.jit(self._put)
 
-    def _step(self, tables: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _step(self, tables: Sequence[Any], arrays: Sequence[Any], indices: Any, step_type: Any) -> tuple[list[Any], list[Any]]:
         """The prepared arrays, and the stacks as they were."""
         found = list(arrays)
         stored = []
         for at in self._casts:
             found[at] = self._ops.cast(found[at], self._dtype)
-        xp, indices = self._ops.xp, arrays[self._indices]
+        xp = self._ops.xp
         for at, table in zip(self._stacked, tables, strict=True):
             newest = found[at][:, None]
-            is_first = (arrays[self._step_type] == 0).reshape((-1,) + (1,) * (table.ndim - 1))
+            is_first = (step_type == 0).reshape((-1,) + (1,) * (table.ndim - 1))
             stored.append(table[indices])
             found[at] = xp.where(is_first, newest, xp.concatenate((stored[-1][:, 1:], newest), 1))
         return found, stored
@@ -78,16 +74,28 @@ class Preparation:
     def _put(self, tables: Sequence[Any], indices: Any, stacks: Sequence[Any]) -> list[Any]:
         return [self._ops.put(table, indices, stack) for table, stack in zip(tables, stacks, strict=True)]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The attributes of a batch that it takes, in this order."""
+        return ("obs", "env_indices", "step_type") if self._stacked else ("obs", "env_indices")
+
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[..., None], Callable[..., None]]:
         """Prepares one batch.
 
+        Args:
+          arrays: of `names`.
+
         Returns:
-          The arrays; what to call before its slots get their actions; and what to call if they do not after all. Both take
-          the rows' slots, with the scratch row for those that are not meant. A record that is given back comes again and
-          must not be pushed twice.
+          The arrays of the observation; what to call before its slots get their actions; and what to call if they do not
+          after all. Both take the rows' slots, with the scratch row for those that are not meant. A record that is given back
+          comes again and must not be pushed twice.
         """
-        prepared, last = self._ops.compute(self._prepare, self._tables, tuple(arrays))
-        indices, stacks = prepared[self._indices], [prepared[at] for at in self._stacked]
+        if self._stacked:
+            *obs, indices, step_type = arrays
+        else:
+            (*obs, indices), step_type = arrays, None
+        prepared, last = self._ops.compute(self._prepare, self._tables, tuple(obs), indices, step_type)
+        stacks = [prepared[at] for at in self._stacked]
 
         def store(rows: Sequence[Any], slots: Any = None) -> None:
             if self._stacked:

@@ -113,9 +113,18 @@ class Plan:
     spans: dict[str, slice]
     trees: dict[str, Tree]
 
-    def tree_of(self, name: str, arrays: Sequence[Any]) -> Any:
-        """The attribute `name` out of one array per field."""
-        found = arrays[self.spans[name]]
+    def part(self, names: Sequence[str]) -> Plan:
+        """The plan of some attributes only, in the order of `names`."""
+        fields: list[Field] = []
+        spans = {}
+        for name in names:
+            own = self.fields[self.spans[name]]
+            spans[name] = slice(len(fields), len(fields) + len(own))
+            fields.extend(own)
+        return Plan(tuple(fields), spans, {name: self.trees[name] for name in names})
+
+    def tree_of(self, name: str, found: Sequence[Any]) -> Any:
+        """The attribute `name` out of its arrays, one per field."""
         tree = self.trees[name]
         if isinstance(tree, Leaf) and tree.kind is Kind.ARRAY:
             return found[0]
@@ -191,10 +200,47 @@ def _require_fitting(field: Field, values: Array) -> None:
 
 
 class BufferLayout(NamedTuple):
-    """Where the fields of one bucket lie in a buffer: bytes in all; offset, dtype and shape of each."""
+    """Where some fields lie in a buffer for some rows: bytes in all; offset, dtype and shape of each."""
 
     nbytes: int
     places: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
+
+    def views(self, memory: Array, start: int = 0) -> list[Array]:
+        """One array per field over the buffer, from byte `start` on."""
+        return [np.ndarray(shape, dtype, memory, start + offset) for offset, dtype, shape in self.places]
+
+
+def lay_out(fields: Sequence[Field], rows: int) -> BufferLayout:
+    """Each field at a multiple of 64 bytes."""
+    places, end = [], 0
+    for field in fields:
+        places.append((end, field.dtype, (rows, *field.shape)))
+        end += -(-rows * field.row_bytes // _ALIGN) * _ALIGN
+    return BufferLayout(end, tuple(places))
+
+
+class _Part:
+    """Some fields that travel together: where they come from, and where they lie in a buffer."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.fields = plan.fields
+        # Per field: its name in the batch, or its column and whether `np.take` is the quicker way to its rows.
+        self.sources = [
+            (
+                field.name,
+                field.column,
+                field.column is not None and field.column.dtype == field.dtype and field.row_bytes >= _TAKE_BYTES,
+                field,
+            )
+            for field in plan.fields
+        ]
+        self._layouts: dict[int, BufferLayout] = {}
+
+    def layout(self, rows: int) -> BufferLayout:
+        """Computed once."""
+        if rows not in self._layouts:
+            self._layouts[rows] = lay_out(self.fields, rows)
+        return self._layouts[rows]
 
 
 @dataclass
@@ -203,12 +249,12 @@ class Stage:
 
     Attributes:
       memory: uint8, enough for the largest bucket.
-      views: for each size that was used, its bytes and one array per field over them.
+      views: for the names and the size that were used, the bytes and one array per field over them.
       copied: event after which the memory may be written again.
     """
 
     memory: Array
-    views: dict[int, tuple[Array, list[Array]]] = declare(default_factory=dict)
+    views: dict[tuple[Any, int], tuple[Array, list[Array]]] = declare(default_factory=dict)
     copied: Any = None
 
 
@@ -235,20 +281,10 @@ class Staging:
         self._largest = buckets[-1] if buckets else max_get
         self._smallest = [next(b for b in buckets if b >= size) for size in range(1, self._largest + 1)] if buckets else []
         self._pool = BufferPool((), np.dtype(np.uint8))
-        self._layouts: dict[int, BufferLayout] = {}
-        # Per field: its name in the batch, or its column and whether `np.take` is the quicker way to its rows.
-        self._sources = [
-            (
-                field.name,
-                field.column,
-                field.column is not None and field.column.dtype == field.dtype and field.row_bytes >= _TAKE_BYTES,
-                field,
-            )
-            for field in plan.fields
-        ]
+        self._parts: dict[tuple[str, ...], _Part] = {}
         self._free: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         if ops.staged or ops.hidden:
-            nbytes = self._layout(self._largest).nbytes
+            nbytes = lay_out(plan.fields, self._largest).nbytes
             for _ in range(depth):
                 self._free.put(Stage(ops.host_buffer(nbytes)))
 
@@ -256,42 +292,33 @@ class Staging:
         """The smallest bucket for `size` rows."""
         return self._smallest[size - 1] if self._smallest else size
 
-    def _layout(self, rows: int) -> BufferLayout:
-        """Where each field lies in a buffer for `rows` rows; computed once."""
-        if rows not in self._layouts:
-            places, end = [], 0
-            for field in self._plan.fields:
-                places.append((end, field.dtype, (rows, *field.shape)))
-                end += -(-rows * field.row_bytes // _ALIGN) * _ALIGN
-            self._layouts[rows] = BufferLayout(end, tuple(places))
-        return self._layouts[rows]
-
-    def _view(self, memory: Array, rows: int) -> list[Array]:
-        return [np.ndarray(shape, dtype, memory, offset) for offset, dtype, shape in self._layout(rows).places]
-
-    def put(self, batch: Batch, hidden: bool = False) -> Staged:
-        """Stages a batch whose slots are leased.
+    def put(self, batch: Batch, names: tuple[str, ...], hidden: bool = False) -> Staged:
+        """Stages some attributes of a batch whose slots are leased.
 
         Args:
           batch: the batch.
+          names: the attributes, of the plan.
           hidden: leave the arrays in the stage, for a policy that takes them from there.
         """
-        rows = self.bucket_of(batch.size)
-        ops = self._ops
+        rows, ops = self.bucket_of(batch.size), self._ops
+        part = self._parts.get(names)
+        if part is None:
+            part = self._parts[names] = _Part(self._plan.part(names))
+        layout = part.layout(rows)
         if not (hidden or ops.staged):
-            memory = self._pool.take(self._layout(rows).nbytes)
-            views = self._view(memory, rows)
-            self._fill(batch, views)
+            memory = self._pool.take(layout.nbytes + _ALIGN)
+            views = layout.views(memory, -memory.ctypes.data % _ALIGN)
+            self._fill(batch, part, views)
             return Staged(ops.h2d(memory, views), None)
         stage = self._free.get()
         try:
             if stage.copied is not None:
                 ops.host_wait(stage.copied)  # fence
                 stage.copied = None
-            if rows not in stage.views:
-                stage.views[rows] = stage.memory[: self._layout(rows).nbytes], self._view(stage.memory, rows)
-            memory, views = stage.views[rows]
-            self._fill(batch, views)
+            if (names, rows) not in stage.views:
+                stage.views[names, rows] = stage.memory[: layout.nbytes], layout.views(stage.memory)
+            memory, views = stage.views[names, rows]
+            self._fill(batch, part, views)
             if hidden:
                 return Staged(list(views), stage)
             arrays = ops.h2d(memory, views)
@@ -308,10 +335,11 @@ class Staging:
         """The stage of a hidden batch may be written again."""
         self._free.put(stage)
 
-    def _fill(self, batch: Batch, views: Sequence[Array]) -> None:
+    @staticmethod
+    def _fill(batch: Batch, part: _Part, views: Sequence[Array]) -> None:
         size, slots = batch.size, batch.env_indices
-        padded = size < len(views[0])
-        for (name, column, takes, field), view in zip(self._sources, views, strict=True):
+        padded = bool(views) and size < len(views[0])
+        for (name, column, takes, field), view in zip(part.sources, views, strict=True):
             rows = view[:size] if padded else view
             if column is None:
                 rows[...] = getattr(batch, name)
@@ -325,9 +353,15 @@ class Staging:
             if padded:
                 view[size:] = field.fill  # fence
 
-    def examples(self, rows: int) -> list[Array]:
-        """Host arrays of `rows` padding rows, to compile with."""
-        return [np.full((rows, *field.shape), field.fill, field.dtype) for field in self._plan.fields]
+    def examples(self, rows: int, names: Sequence[str]) -> tuple[Array, list[Array]]:
+        """A host buffer of its own with `rows` padding rows of some attributes, and the arrays over it."""
+        fields = self._plan.part(names).fields
+        layout = lay_out(fields, rows)
+        memory = self._ops.host_buffer(layout.nbytes)
+        views = layout.views(memory)
+        for field, view in zip(fields, views, strict=True):
+            view[...] = field.fill
+        return memory, views
 
     def sizes(self) -> Iterator[int]:
         """Every size that a policy will see, without padding all up to `max_get`."""

@@ -50,6 +50,7 @@ class FakeOps(HostOps):
     """
 
     staged = True
+    lazy = False
 
     def __init__(self, modes: dict[Stream, str], seed: int = 0, ahead: int = 1) -> None:
         self.modes, self._random, self._ahead = modes, random.Random(seed), ahead
@@ -188,6 +189,9 @@ class FakeOps(HostOps):
 
         self._submit(Stream.COMPUTE, work)
         return results
+
+    def on_host(self, array: Any) -> bool:
+        return False
 
     def own(self, array: Any) -> Any:
         return self.compute(np.array, array) if isinstance(array, np.ndarray) else array

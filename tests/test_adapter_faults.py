@@ -332,6 +332,9 @@ class Later(HostOps):
         self.go.set()
         self.error: BaseException | None = None
 
+    def on_host(self, array: Any) -> bool:
+        return False
+
     def done(self, event: Any) -> bool:
         return False
 
