@@ -17,6 +17,11 @@ from slotloader.specs import Array, Kind, Leaf, Tree, build, leaves
 if TYPE_CHECKING:
     from slotloader.receiver import Receiver
 
+_FIRST, _TERMINATION, _TRUNCATION = (
+    int(StepType.FIRST),
+    int(StepType.TERMINATION),
+    int(StepType.TRUNCATION),
+)  # numpy is slow with enums
 _SMALL_BYTES = 65536  # smaller gathers need no pool
 
 
@@ -209,27 +214,27 @@ class Batch:
     @property
     def discount(self) -> Array:
         """float32 (B,): 0 for TERMINATION, 1 otherwise."""
-        return np.asarray(self.step_type != StepType.TERMINATION, np.float32)
+        return np.asarray(self.step_type != _TERMINATION, np.float32)
 
     @property
     def is_first(self) -> Array:
         """Bool (B,): the record starts an episode; its reward is 0."""
-        return np.asarray(self.step_type == StepType.FIRST)
+        return np.asarray(self.step_type == _FIRST)
 
     @property
     def terminated(self) -> Array:
         """As bool (B,)."""
-        return np.asarray(self.step_type == StepType.TERMINATION)
+        return np.asarray(self.step_type == _TERMINATION)
 
     @property
     def truncated(self) -> Array:
         """As bool (B,)."""
-        return np.asarray(self.step_type == StepType.TRUNCATION)
+        return np.asarray(self.step_type == _TRUNCATION)
 
     @property
     def is_last(self) -> Array:
         """As bool (B,): the episode has ended; the action sent to this record is discarded."""
-        return np.asarray(self.step_type >= StepType.TERMINATION)
+        return np.asarray(self.step_type >= _TERMINATION)
 
     @property
     def env_steps(self) -> int:

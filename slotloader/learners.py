@@ -12,18 +12,17 @@ is numpy on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from slotloader.batches import Batch, BytesColumn
-from slotloader.devices import DeviceOps, HostOps, map_tree
+from slotloader.devices import DeviceOps, HostOps
 from slotloader.loader import SlotLoader
 from slotloader.receiver import Receiver
 from slotloader.slots import StepType
-from slotloader.specs import Array, Kind, build, flatten, leaves, show_path
+from slotloader.specs import Array, Kind, Leaf, build, flatten, leaves, show_path
 from slotloader.staging import BytesTensor
 
 if TYPE_CHECKING:
@@ -98,41 +97,71 @@ class Unroll(NamedTuple):
     slots: Array
 
 
+def _flatten(tree: Any, found: list[Any]) -> list[Any]:
+    """The leaves of dicts, tuples and lists in order, appended to `found`."""
+    if isinstance(tree, dict):
+        for child in tree.values():
+            _flatten(child, found)
+    elif isinstance(tree, (tuple, list)):
+        for child in tree:
+            _flatten(child, found)
+    elif tree is not None:
+        found.append(tree)
+    return found
+
+
+def _rebuild(template: Any, found: Iterator[Any]) -> Any:
+    """A tree like `template` with the leaves of `found`."""
+    if isinstance(template, dict):
+        return {key: _rebuild(child, found) for key, child in template.items()}
+    if isinstance(template, (tuple, list)):
+        children = [_rebuild(child, found) for child in template]
+        return type(template)(*children) if hasattr(template, "_fields") else type(template)(children)
+    return None if template is None else next(found)
+
+
 class _History:
     """A table of `rows` records on the device and a scratch row for padding; its leaves are made with the first record."""
 
     def __init__(self, ops: DeviceOps, rows: int) -> None:
         self._ops, self._rows, self._scratch = ops, rows + 1, rows
-        self._tables: Any = None
+        self._tables: list[Any] = []
+        self._template: Any = None
         self._store = ops.jit(self._put, donate=(0,))
 
-    def _put(self, tables: Any, at: Any, records: Any) -> Any:
-        return self._ops.tree_map(lambda table, rows: self._ops.put(table, at[: len(rows)], rows), tables, records)
+    def _put(self, tables: Sequence[Any], at: Any, leaves: Sequence[Any]) -> list[Any]:
+        return [self._ops.put(table, at[: len(rows)], rows) for table, rows in zip(tables, leaves, strict=True)]
 
     def write(self, at: Array, records: Any) -> None:
         """Stores a tree of (N, ...) at rows `at`; more rows than those are padding."""
-        ops = self._ops
-        if self._tables is None:
-            self._tables = ops.compute(ops.tree_map, lambda leaf: ops.table(leaf[0], self._rows), records)
-        most = len(at)
+        ops, found = self._ops, _flatten(records, [])
+        if not self._tables:
+            self._tables = [ops.compute(ops.table, leaf[0], self._rows) for leaf in found]
+            self._template = records
+        if len(found) != len(self._tables):
+            raise ValueError(
+                f"add: expected {len(self._tables)} arrays of observations, actions, extras and state, as in the first batch, "
+                f"found {len(found)}"
+            )
+        most = max(map(len, found))
+        if most > len(at):
+            padded = np.full(most, self._scratch, np.int64)
+            padded[: len(at)] = at
+            at = padded
+        self._tables = ops.compute(self._store, self._tables, ops.array(at), found)
 
-        def count(leaf: Any) -> None:
-            nonlocal most
-            most = max(most, len(leaf))
-
-        ops.tree_map(count, records)
-        padded = np.full(most, self._scratch, np.int64)
-        padded[: len(at)] = at
-        self._tables = ops.compute(self._store, self._tables, ops.array(padded), records)
+    def tree(self, tables: Sequence[Any]) -> Any:
+        """What `write` was given first, with the tables as leaves."""
+        return _rebuild(self._template, iter(tables))
 
     def read(self, function: Callable[..., Any], at: Array, *arrays: Array) -> Any:
-        """`function(records, *arrays)` of the records at rows `at`, a tree of (*at.shape, ...)."""
+        """`function(tables, at, *arrays)` on the device."""
         ops = self._ops
         return ops.compute(function, self._tables, ops.array(at), *(ops.array(array) for array in arrays))
 
 
-def _rows_of(ops: DeviceOps, tables: Any, at: Any) -> Any:
-    return ops.tree_map(lambda table: table[at], tables)
+def _rows_of(tables: Any, at: Any) -> Any:
+    return _rebuild(tables, iter([table[at] for table in _flatten(tables, [])]))
 
 
 def _ops_of(source: Source) -> tuple[DeviceOps, int]:
@@ -159,7 +188,9 @@ class _Assembler:
         wrong = [leaf for leaf in leaves(self._action) if leaf.kind is not Kind.ARRAY]
         if wrong:
             raise TypeError(f"{show_path(wrong[0].path)}: expected actions of numbers, found {wrong[0]}")
-        self._sequence = np.zeros(slots, np.uint64)  # of each slot's newest record
+        self._sequence = np.full(
+            slots, 1 << 63, np.uint64
+        )  # of each slot's newest record; nothing comes near this before the first
         self._newest = np.full(slots, -1, np.int64)  # its place in the slot's ring; -1 before the first
         self._versions = np.full((slots, length), -1, np.int64)
 
@@ -176,26 +207,41 @@ class _Assembler:
         if isinstance(batch, Batch) is not self._of_loader or getattr(batch, "ops", self._ops) is not self._ops:
             made_for = "the loader" if self._of_loader else "the adapter that this was made for"
             raise TypeError(f"add: expected a batch of {made_for}, found {batch!r:.200}")
-        slots, known = host.env_indices, self._newest[host.env_indices] >= 0
-        again = known & (host.sequence == self._sequence[slots])
-        follows = known & (host.sequence == self._sequence[slots] + np.uint64(1)) & (host.step_type != StepType.FIRST)
+        slots = host.env_indices
+        ahead, newest = host.sequence - self._sequence[slots], self._newest[slots]
+        follows = (ahead == 1) & (host.step_type != _FIRST)
+        again = ahead == 0
         self._sequence[slots] = host.sequence
-        self._newest[slots] = np.where(again, self._newest[slots], (self._newest[slots] + 1) % self._length)
-        self._versions[slots, self._newest[slots]] = -1 if version is None else version
+        newest += ~again
+        newest[newest == self._length] = 0
+        self._newest[slots] = newest
+        self._versions[slots, newest] = -1 if version is None else version
         return host, follows, again
 
     def _keep(self, batch: Batch | DeviceBatch, host: Batch, action: Any, **more: Any) -> None:
         """Writes the records of a batch, with what came with its actions."""
-        ops = self._ops
-        parts = flatten(self._action, action, ("action",))
-        records = {"obs": map_tree(_plain, batch.obs), "action": build(self._action, (ops.adapt(part) for part in parts))}
-        records.update({name: ops.tree_map(ops.adapt, value) for name, value in more.items()})
+        adapt = self._ops.adapt
+        if isinstance(self._action, Leaf):
+            action = adapt(action)
+        else:
+            action = build(self._action, (adapt(part) for part in flatten(self._action, action, ("action",))))
+        records = {"obs": _plain(batch.obs), "action": action}
+        for name, value in more.items():
+            records[name] = _rebuild(value, iter([adapt(leaf) for leaf in _flatten(value, [])]))
         slots = host.env_indices
         self._history.write(self._rows(slots, self._newest[slots]), records)
 
 
-def _plain(leaf: Any) -> Any:
-    return BytesTensor(leaf.data, leaf.lengths) if isinstance(leaf, BytesColumn) else leaf
+def _plain(obs: Any) -> Any:
+    """Arrays for what is encoded."""
+    if isinstance(obs, np.ndarray):
+        return obs
+    found = _flatten(obs, [])
+    return _rebuild(obs, iter([BytesTensor(x.data, x.lengths) if isinstance(x, BytesColumn) else x for x in found]))
+
+
+_BEGUN = (0.0, 0.0, 1.0)  # age, return and weight of a transition that begins
+_FIRST, _TERMINATION = int(StepType.FIRST), int(StepType.TERMINATION)  # numpy is slow with enums
 
 
 class Transitions(_Assembler):
@@ -223,11 +269,9 @@ class Transitions(_Assembler):
             raise ValueError(f"gamma: expected 0 to 1, found {gamma!r}")
         super().__init__(loader, n_step + 1)
         self._n, self._gamma = n_step, gamma
-        self._fetch = self._ops.jit(partial(_fetch_transitions, self._ops))
-        shape = self._versions.shape
-        self._age = np.full(shape, -1, np.int64)  # steps since the record, for those whose transition is not complete; else -1
-        self._return = np.zeros(shape, np.float64)
-        self._weight = np.ones(shape, np.float64)
+        self._fetch = self._ops.jit(self._gather)
+        # Per slot and place: steps since the record (-1 if its transition is complete), discounted sum of rewards, discount.
+        self._open = np.full((len(self._newest), 3, n_step + 1), -1.0)
 
     def add(
         self, batch: Batch | DeviceBatch, actions: Any, extras: dict[str, Any] | None = None, version: int | None = None
@@ -251,40 +295,53 @@ class Transitions(_Assembler):
         host, follows, again = self._begin(batch, version)
         slots, places = host.env_indices, self._newest[host.env_indices]
         self._keep(batch, host, actions, extras=extras or {})
-        cut = ~(follows | again)
-        pending = self._age[slots]
-        alive = (pending >= 0) & follows[:, None]
-        self._return[slots] += np.where(alive, self._weight[slots] * host.reward[:, None], 0.0)
-        self._weight[slots] *= np.where(alive, self._gamma * host.discount[:, None], 1.0)
-        pending += alive
-        done = alive & ((pending == self._n) | host.is_last[:, None])
-        done |= cut[:, None] & (pending >= 1)
-        rows, starts = np.nonzero(done)
-        ends = np.where(cut[rows], before[rows], places[rows])
-        complete = self._read(slots[rows], starts, ends)
-        pending[done | cut[:, None]] = -1
-        self._age[slots] = pending
-        starting = ~host.is_last & ~again
-        self._age[slots[starting], places[starting]] = 0
-        self._return[slots[starting], places[starting]] = 0.0
-        self._weight[slots[starting], places[starting]] = 1.0
+        if self._n == 1:
+            rows = follows.nonzero()[0]
+            discount = self._gamma * (host.step_type[rows] != _TERMINATION)
+            return self._read(slots[rows], before[rows], places[rows], host.reward[rows], discount)
+        rows, starts, reward, discount = self._advance(host, follows, again, places)
+        ends = np.where(follows[rows], places[rows], before[rows])
+        return self._read(slots[rows], starts, ends, reward, discount)
+
+    def _advance(self, host: Batch, follows: Array, again: Array, places: Array) -> tuple[Array, Array, Array, Array]:
+        """Takes the rewards of a batch into the open transitions.
+
+        Returns:
+          Those that are complete: row of the batch, place of their start, reward and discount of each.
+        """
+        step_type, opened = host.step_type, self._open[host.env_indices]
+        age, returns, weight = opened[:, 0], opened[:, 1], opened[:, 2]
+        cut = ~(follows | again)[:, None]
+        alive = (age >= 0) & follows[:, None]
+        returns += alive * weight * host.reward[:, None]
+        weight[alive] *= self._gamma
+        weight[follows & (step_type == _TERMINATION)] = 0.0
+        age += alive
+        done = alive & ((age == self._n) | (step_type >= _TERMINATION)[:, None])
+        done |= cut & (age >= 1)
+        rows, starts = done.nonzero()
+        complete = rows, starts, returns[rows, starts], weight[rows, starts]
+        age[done | cut] = -1
+        rows = ((step_type < _TERMINATION) & ~again).nonzero()[0]
+        opened[rows, :, places[rows]] = _BEGUN
+        self._open[host.env_indices] = opened
         return complete
 
-    def _read(self, slots: Array, starts: Array, ends: Array) -> Transition:
+    def _read(self, slots: Array, starts: Array, ends: Array, reward: Array, discount: Array) -> Transition:
         size = len(slots)
         rows = size if not self._ops.traced else 1 << max(size - 1, 0).bit_length()
         at = np.zeros((2, rows), np.int64)
         at[0, :size], at[1, :size] = self._rows(slots, starts), self._rows(slots, ends)
         figures = np.zeros((2, rows), np.float32)
-        figures[0, :size], figures[1, :size] = self._return[slots, starts], self._weight[slots, starts]
+        figures[0, :size], figures[1, :size] = reward, discount
         fields = self._history.read(self._fetch, at, figures, np.arange(rows) < size)
         return Transition._make((*fields, slots, self._versions[slots, starts]))
 
-
-def _fetch_transitions(ops: DeviceOps, tables: Any, at: Any, figures: Any, valid: Any) -> tuple[Any, ...]:
-    first = _rows_of(ops, tables, at[0])
-    next_obs = _rows_of(ops, tables["obs"], at[1])
-    return first["obs"], first["action"], figures[0], figures[1], next_obs, first["extras"], valid
+    def _gather(self, tables: Sequence[Any], at: Any, figures: Any, valid: Any) -> tuple[Any, ...]:
+        """The fields of `Transition` that are on the device, in its order."""
+        records = self._history.tree(tables)
+        first, next_obs = _rows_of(records, at[0]), _rows_of(records["obs"], at[1])
+        return first["obs"], first["action"], figures[0], figures[1], next_obs, first["extras"], valid
 
 
 class Unrolls(_Assembler):
@@ -319,7 +376,7 @@ class Unrolls(_Assembler):
         self._count = np.zeros(len(self._newest), np.int64)  # records of the unroll that each slot is at
         self._linked = np.zeros(self._versions.shape, bool)  # the record follows the one before it
         self._waiting: list[Unroll] = []
-        self._fetch, self._concatenate = self._ops.jit(partial(_fetch_unroll, self._ops)), self._ops.jit(self._concat)
+        self._fetch, self._concatenate = self._ops.jit(self._gather), self._ops.jit(self._concat)
 
     def add(
         self,
@@ -378,6 +435,16 @@ class Unrolls(_Assembler):
         fields = self._history.read(self._fetch, self._rows(slots, places), valid)
         return Unroll._make((*fields, self._versions[slots, places], slots))
 
+    def _gather(self, tables: Sequence[Any], at: Any, valid: Any) -> tuple[Any, ...]:
+        """The fields of `Unroll` that are on the device, in its order."""
+        table = self._history.tree(tables)
+        state = _rows_of(table.pop("state"), at[0]) if "state" in table else None
+        records = _rows_of(table, at)
+        step_type = records["step_type"]
+        discount = self._ops.cast(step_type != _TERMINATION, "float32")
+        found = records["obs"], records["action"], records["reward"], discount, step_type, step_type == _FIRST
+        return *found, valid, records["extras"], state
+
     def _full(self) -> list[Unroll]:
         """Hands out whole batches of what is waiting."""
         found = []
@@ -413,15 +480,3 @@ class Unrolls(_Assembler):
 
 
 _ON_DEVICE = Unroll._fields[: Unroll._fields.index("initial_state")]
-
-
-def _fetch_unroll(ops: DeviceOps, tables: Any, at: Any, valid: Any) -> tuple[Any, ...]:
-    """The fields of `Unroll` that are on the device, in its order."""
-    records = _rows_of(ops, {name: table for name, table in tables.items() if name != "state"}, at)
-    state = _rows_of(ops, tables["state"], at[0]) if "state" in tables else None
-    step_type = records["step_type"]
-    discount = ops.cast(step_type != int(StepType.TERMINATION), "float32")
-    is_first = step_type == int(StepType.FIRST)
-    return (
-        records["obs"], records["action"], records["reward"], discount, step_type, is_first, valid, records["extras"], state,
-    )  # fmt: skip
