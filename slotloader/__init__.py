@@ -17,6 +17,7 @@ from slotloader.errors import (
     WorkerDied,
 )
 from slotloader.evaluation import EvalResult, evaluate
+from slotloader.learners import Transition, Transitions, Unroll, Unrolls
 from slotloader.loader import SlotLoader
 from slotloader.policies import Acted, Inputs, Policy, SlotState
 from slotloader.receiver import Receiver
@@ -61,6 +62,10 @@ __all__ = [
     "SpecMismatch",
     "Stats",
     "StepType",
+    "Transition",
+    "Transitions",
+    "Unroll",
+    "Unrolls",
     "VTrace",
     "WorkerDied",
     "__version__",
