@@ -161,7 +161,8 @@ class TorchOps(HostOps):
 
     def on_host(self, array: Any) -> bool:
         """For plain tensors of the CPU that numpy has a dtype for."""
-        return type(array) is torch.Tensor and self._on_host and not array.requires_grad and array.dtype in _PLAIN
+        plain = type(array) is torch.Tensor and array.dtype in _PLAIN and not (array.requires_grad or array.is_neg())
+        return plain and self._on_host and array.device.type == "cpu"
 
     def own(self, array: Any) -> Any:
         """A clone."""

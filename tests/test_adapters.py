@@ -243,6 +243,7 @@ def test_what_was_handed_out_keeps_its_values(adapt: Adapt) -> None:
         for _ in range(30):
             batch = batches.recv()
             seen = {name: getattr(batch.host, name) for name in ("obs", "reward", "step_type", "last_action", "info")}
+            _ = batch.obs, batch.last_action, batch.info  # first read before the answer
             kept.append((batch, seen))
             batch.send(say(batch.size, np.random.default_rng(0)))
     for batch, seen in kept:
