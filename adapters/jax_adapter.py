@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from slotloader.device_batches import DeviceBatches
 from slotloader.devices import Adopted, HostOps, Stream
@@ -39,7 +39,8 @@ def to_jax(
             policy = batches.compile(apply, params=params)
             batches.run(policy, env_steps=100_000)
 
-    Every array is a copy: none lies over a slot or over memory that is written again.
+    Every array is a copy: none lies over a slot or over memory that is written again. Arrays are committed to their device:
+    put the params of a jitted learner there as well, `jax.device_put(params, jax.devices()[0])`, or jax compiles it twice.
 
     Args:
       loader: a loader, or one of the receivers of `loader.split(n)`.
@@ -97,9 +98,11 @@ class JaxOps(HostOps):
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)
-        mesh = Mesh(np.array(devices), ("batch",))
-        self._rows = NamedSharding(mesh, PartitionSpec("batch"))
-        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._rows: Any = SingleDeviceSharding(devices[0])  # no mesh for one device: it would cling to what users compute
+        self._whole: Any = self._rows
+        if len(devices) > 1:
+            mesh = Mesh(np.array(devices), ("batch",))
+            self._rows, self._whole = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
         self._remote = any(device.platform != "cpu" for device in devices)
         self.staged = self.devices != tuple(jax.local_devices(backend="cpu")[:1])
         self._copies: dict[Any, Callable[..., Any]] = {}

@@ -5,7 +5,9 @@ So the next batch forms while the last one computes, also when the main thread s
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from slotloader.devices import DeviceOps
 from slotloader.receiver import Receiver
 from slotloader.specs import Array, Tree, build
 
+_EXIT_TIMEOUT = 60.0  # seconds that the end of the interpreter waits for a device
 _SLICE = 0.5  # seconds between two looks whether the wait is still worth it
 
 
@@ -41,6 +44,16 @@ class Pending:
     undo: Callable[[], None] | None
     rows: Array | None = None
     held: Any = None
+
+
+_alive: weakref.WeakSet[Completer] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that a framework's C++ code holds while the interpreter ends would abort the process."""
+    for completer in list(_alive):
+        completer.close(_EXIT_TIMEOUT)
 
 
 class Completer:
@@ -75,6 +88,7 @@ class Completer:
             self._pending.append(pending)
             self._changed.notify_all()
         if self._thread is None:
+            _alive.add(self)
             self._thread = threading.Thread(target=self._run, name="slotloader-completion", daemon=True)
             self._thread.start()
 

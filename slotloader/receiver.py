@@ -299,9 +299,9 @@ class Receiver:
         excused = {slot for slot in coming if self._is_excused(slot, now)}
         ready = self._ready().size
         if request.timeout is None and ready >= request.min_get:
-            if excused:
+            if excused or self._promised:
                 return
-        elif ready + len(excused) >= request.min_get:
+        elif ready + len(excused) + self._promised >= request.min_get:  # a slow device is no fault of the fleet
             return
         ages = {slot: self._age(slot, now) for slot in coming if slot not in excused}
         slowest = sorted(ages, key=lambda slot: -ages[slot])

@@ -563,3 +563,72 @@ def test_rows_are_divided_over_four_jax_devices(tmp_path: Path, monkeypatch: pyt
     ran = run_script(tmp_path, DEVICES, "-W", "error")
     assert (ran.code, ran.out) == (0, "True\n"), ran.err
     assert "Traceback" not in ran.err
+
+
+def test_a_device_that_takes_longer_than_stall_timeout_is_no_stall_of_the_fleet() -> None:
+    with (
+        SlotLoader(partial(Echo, Discrete(5)), 2, stall_timeout=0.3, timeout=None, backend="thread") as loader,
+        DeviceBatches(loader, Later()) as batches,
+    ):
+        batch = batches.recv()
+        batches.ops.go.clear()
+        batch.send(np.array([1, 2]))
+        release = threading.Timer(1.0, batches.ops.go.set)
+        release.start()
+        assert batches.recv().host.last_action.tolist() == [1, 2]
+        release.join()
+
+
+LEARNER = """
+import jax, numpy as np
+from slotloader import SlotLoader, to_jax
+
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+
+@jax.jit
+def learn(params, obs):
+    return params + obs.mean()
+
+with SlotLoader("CartPole-v1", 2, backend="inline", seed=0) as loader, to_jax(loader) as batches:
+    params = jax.device_put(jax.numpy.zeros(()), jax.devices()[0])
+    counts = []
+    for number, batch in zip(range(4), batches):
+        before = sum("backend_compile" in name for name in compiled)
+        params = learn(params, batch.obs)
+        counts.append(sum("backend_compile" in name for name in compiled) - before)
+        batch.send(np.zeros(2, np.int64))
+print(counts)
+"""
+
+EXIT = """
+import threading, time, numpy as np
+import slotloader
+from slotloader.device_batches import DeviceBatches
+from slotloader.devices import HostOps
+
+class Slow(HostOps):
+    def on_host(self, array):
+        return False
+
+    def done(self, event):
+        return False
+
+    def host_wait(self, event):
+        time.sleep(1.0)
+        print("landed", flush=True)
+
+loader = slotloader.SlotLoader("CartPole-v1", 2, backend="inline")
+batches = DeviceBatches(loader, Slow())
+batches.recv().send(np.zeros(2, np.int64))
+"""
+
+
+def test_a_jitted_learner_of_the_user_is_compiled_once(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, LEARNER)
+    assert ran.code == 0 and ran.out.split() == ["[1,", "0,", "0,", "0]"], (ran.out, ran.err)
+
+
+def test_the_end_of_a_script_waits_for_the_completion_thread(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, EXIT)
+    assert ran.code == 0 and ran.out == "landed\n" and "FATAL" not in ran.err, (ran.out, ran.err)
