@@ -68,6 +68,7 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
             receivers = [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]]
             wake, fence = semaphores[MAX_RECEIVERS:][config.index :: (len(semaphores) - MAX_RECEIVERS) // 2]
             worker.attach(table, receivers, make_fence(fence))
+            _yield_to_the_trainer()
             worker.run(
                 SemaphoreSignal(wake),
                 lambda: early.popleft() if early else _next_command(channel),
@@ -78,6 +79,16 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
         pass  # the trainer has closed the socket: end in order
     finally:
         worker.close()
+
+
+def _yield_to_the_trainer() -> None:
+    """A worker that is woken no longer pushes the trainer off its core, in the middle of waking the others.
+
+    SCHED_BATCH changes just that: the share of the CPU is the same. What an env starts from here on is scheduled as usual.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
 def _configuration(channel: Channel, report: Any) -> Any:
