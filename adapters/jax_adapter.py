@@ -179,9 +179,11 @@ class JaxOps(HostOps):
         """`is_ready` of all."""
         return event is None or all(array.is_ready() for array in event)
 
-    def on_host(self, array: Any) -> bool:
-        """For arrays of the CPU that are there already."""
-        return not self.staged and isinstance(array, jax.Array) and bool(array.is_ready())  # type: ignore[attr-defined]
+    def at_once(self, array: Any) -> Array | None:
+        """Arrays of the CPU that are there already."""
+        if self.staged or not isinstance(array, jax.Array) or not array.is_ready():  # type: ignore[attr-defined]
+            return None
+        return self.landed(array)
 
     def own(self, array: Any) -> Any:
         """Jax arrays never change."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,9 +34,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "complex64": torch.complex64,
     "complex128": torch.complex128,
 }
-
-
-_PLAIN = {torch.int64, torch.int32, torch.float32, torch.float64, torch.uint8, torch.bool}
 
 
 def to_torch(
@@ -159,10 +157,12 @@ class TorchOps(HostOps):
         """Over the tensor's memory."""
         return landing.numpy() if isinstance(landing, torch.Tensor) else np.asarray(landing)
 
-    def on_host(self, array: Any) -> bool:
-        """For plain tensors of the CPU that numpy has a dtype for."""
-        plain = type(array) is torch.Tensor and array.dtype in _PLAIN and not (array.requires_grad or array.is_neg())
-        return plain and self._on_host and array.device.type == "cpu"
+    def at_once(self, array: Any) -> Array | None:
+        """Tensors of the CPU, but for those with a gradient, a pending sign or a dtype that numpy lacks."""
+        if type(array) is torch.Tensor and self._on_host:
+            with contextlib.suppress(RuntimeError, TypeError):  # one call: each costs microseconds when the cache is cold
+                return array.numpy()
+        return None
 
     def own(self, array: Any) -> Any:
         """A clone."""

@@ -57,8 +57,8 @@ class SimulatedOps(HostOps):
         self._work(Stream.D2H)
         return array
 
-    def on_host(self, array: Any) -> bool:
-        return False
+    def at_once(self, array: Any) -> None:
+        return None
 
     def record(self, stream: Stream) -> Any:
         return self._free_at[stream]

@@ -378,15 +378,11 @@ class DeviceBatches:
         if host.promised:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
         self._receiver.require_unanswered(host)
-        if (
-            self._direct
-            and hold is None
-            and batch._stage is None
-            and ops.on_host(actions)
-            and actions.shape[:1] == (batch.bucket,)
-        ):
-            host.send(ops.landed(actions)[: host.size])  # the common case on a CPU; says what is wrong as the core does
-            return
+        if self._direct and hold is None and batch._stage is None:  # the common case on a CPU
+            array = ops.at_once(actions)
+            if array is not None and array.shape[:1] == (batch.bucket,):
+                host.send(array[: host.size])  # says what is wrong as the core does
+                return
         try:
             parts = [actions] if self._single else list(flatten(self._action, actions, ("action",)))
         except SpecMismatch as error:

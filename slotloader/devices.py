@@ -108,8 +108,8 @@ class DeviceOps(Protocol):
     def done(self, event: Any) -> bool:
         """Whether the event has passed."""
 
-    def on_host(self, array: Any) -> bool:
-        """Whether `landed` can read an array of the framework at once, without `d2h`."""
+    def at_once(self, array: Any) -> Array | None:
+        """An array of the framework as a host array, if that needs neither a wait nor a copy."""
 
     def own(self, array: Any) -> Any:
         """A copy on stream COMPUTE."""
@@ -242,9 +242,9 @@ class HostOps:
         """Always."""
         return True
 
-    def on_host(self, array: Any) -> bool:
-        """For numpy arrays."""
-        return type(array) is np.ndarray
+    def at_once(self, array: Any) -> Array | None:
+        """Numpy arrays."""
+        return array if type(array) is np.ndarray else None
 
     def own(self, array: Any) -> Any:
         """A copy."""

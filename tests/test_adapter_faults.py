@@ -332,8 +332,8 @@ class Later(HostOps):
         self.go.set()
         self.error: BaseException | None = None
 
-    def on_host(self, array: Any) -> bool:
-        return False
+    def at_once(self, array: Any) -> None:
+        return None
 
     def done(self, event: Any) -> bool:
         return False
@@ -608,8 +608,8 @@ from slotloader.device_batches import DeviceBatches
 from slotloader.devices import HostOps
 
 class Slow(HostOps):
-    def on_host(self, array):
-        return False
+    def at_once(self, array):
+        return None
 
     def done(self, event):
         return False
