@@ -33,7 +33,7 @@ class Pending:
       landed: the event after which they can be read.
       done: called once the slots have their actions, or never will.
       undo: called if they never will.
-      rows: which rows of the batch are answered, int64; None is all.
+      rows: which rows of the batch are answered, bool (size,); None is all.
       held: the actions on the device, which must live until they have landed.
     """
 
@@ -83,14 +83,18 @@ class Completer:
                 raise
             self._leave(pending)
             return
-        self._receiver.promise(pending.batch, pending.batch.size if pending.rows is None else len(pending.rows))
-        with self._changed:
-            self._pending.append(pending)
-            self._changed.notify_all()
-        if self._thread is None:
-            _alive.add(self)
-            self._thread = threading.Thread(target=self._run, name="slotloader-completion", daemon=True)
-            self._thread.start()
+        try:
+            self._receiver.promise(pending.batch, pending.batch.size if pending.rows is None else int(pending.rows.sum()))
+            with self._changed:
+                self._pending.append(pending)
+                self._changed.notify_all()
+            if self._thread is None:
+                _alive.add(self)
+                self._thread = threading.Thread(target=self._run, name="slotloader-completion", daemon=True)
+                self._thread.start()
+        except BaseException:  # Ctrl-C: a promise that nobody keeps would have `recv` wait for ever
+            self._receiver.promise(pending.batch, 0)
+            raise
 
     def _complete(self, pending: Pending) -> None:
         self._ops.host_wait(pending.landed)  # fence
@@ -102,8 +106,7 @@ class Completer:
         if rows is None:
             batch.send(build(self._action, parts))
         else:
-            chosen = ([part[row] for row in rows] if isinstance(part, list) else part[rows] for part in parts)
-            self._receiver.send(build(self._action, chosen), batch.env_indices[rows])
+            self._receiver.answer_some(batch, build(self._action, parts), rows)
 
     @staticmethod
     def _leave(pending: Pending, failed: bool = False) -> None:
@@ -126,7 +129,8 @@ class Completer:
                 self._leave(pending)
             except BaseException as error:  # the next call of the consumer raises it
                 self._leave(pending, failed=True)
-                self._receiver.fail(error)
+                if not self._closed:
+                    self._receiver.fail(error)
                 self._receiver.promise(pending.batch, 0)
             with self._changed:
                 self._pending.popleft()

@@ -403,7 +403,7 @@ class DeviceBatches:
         landed = ops.record(Stream.D2H)
         stage, batch._stage = batch._stage, None
         give_back = None if stage is None else lambda: self.staging.give_back(stage)
-        pending = Pending(host, landings, landed, give_back, batch._undo, None if hold is None else np.flatnonzero(~hold))
+        pending = Pending(host, landings, landed, give_back, batch._undo, None if hold is None else ~hold)
         pending.held = parts  # fence
         if batch._commit is not None:
             batch._commit() if hold is None else batch._commit(self.slots_of(batch, ~hold))
@@ -429,8 +429,10 @@ class DeviceBatches:
 
     def release(self, batch: DeviceBatch) -> None:
         """`DeviceBatch.release`."""
-        if batch.host.promised:
+        if batch.host.promised == batch.host.size:
             return
+        while batch.host.promised and self._completer.drain(CLOSE_TIMEOUT):  # the rows that were sent are on their way
+            pass
         batch.host.release()
         if batch._stage is not None:
             self.staging.give_back(batch._stage)

@@ -218,6 +218,11 @@ class _Assembler:
         self._versions[slots, newest] = -1 if version is None else version
         return host, follows, again
 
+    def are_new(self, batch: Batch | DeviceBatch) -> Array:
+        """Bool (B,): records that have not been added yet; the others were given back and come again."""
+        host = _host(batch)
+        return np.asarray(host.sequence != self._sequence[host.env_indices])
+
     def _keep(self, batch: Batch | DeviceBatch, host: Batch, action: Any, **more: Any) -> None:
         """Writes the records of a batch, with what came with its actions."""
         adapt = self._ops.adapt

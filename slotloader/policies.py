@@ -280,8 +280,10 @@ class Policy:
     def _swap(self) -> None:
         with self._lock:
             pending, self._pending = self._pending, None
+            if pending is not None:
+                self.version = pending[1]
         if pending is not None:
-            params, self.version = pending
+            params = pending[0]
             if self._own is None:
                 self._params = params
             else:

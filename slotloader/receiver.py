@@ -500,12 +500,14 @@ class Receiver:
             self._keep_books()
             held: set[int] = set()
             for serial, batch in list(self._unanswered.items()):
-                still = batch.env_indices[self._state[batch.env_indices] == _LEASED]
+                own = batch.open_slots()  # what was answered may be leased by a later batch
+                still = own[self._state[own] == _LEASED]
                 batch.set_open(still)
+                batch.promised = min(still.size, batch.promised)
                 held.update(still.tolist())
                 if still.size == 0:
                     del self._unanswered[serial]
-            self._promised = sum(min(batch._left, batch.promised) for batch in self._unanswered.values())
+            self._promised = sum(batch.promised for batch in self._unanswered.values())
             leased = np.flatnonzero(self._states == _LEASED) + self._first
             self._state[[slot for slot in leased.tolist() if slot not in held]] = _READY
             self._leased = len(held)
@@ -581,8 +583,9 @@ class Receiver:
         return self._alive - self._leased + self._promised
 
     def fail(self, error: BaseException) -> None:
-        """Has the `recv` that runs, or else the next one, raise `error`."""
-        self._failure = error
+        """Has the `recv` that runs, or else the next one, raise `error`, unless it has another to raise already."""
+        if self._failure is None:
+            self._failure = error
         self._signal.post()
 
     def forget(self, error: BaseException) -> None:

@@ -19,7 +19,8 @@ class Rollouts(Iterator[Unroll]):
     """Yields one unroll of all slots after the other, for ever; made by `DeviceBatches.rollout`.
 
     A slot that has its T transitions waits at the barrier with its last record, and no action is sent to it. Everything that
-    the learner does between two rollouts is so done before the first action of the next: the data is on-policy.
+    the learner does between two rollouts is so done before the first action of the next: the data is on-policy. (With a
+    `quorum` the first action of a straggler is still of the policy before; `versions` says so.)
 
     Args:
       batches: the adapter.
@@ -49,15 +50,18 @@ class Rollouts(Iterator[Unroll]):
         self._unrolls.begin(self._slots)
         self._release()
         done = 0
-        while receiver.expected and (self._quorum is None or done < self._quorum * len(self._slots)):
-            batch = batches.recv(min_get=min(receiver.request.min_get, receiver.expected))
+        wanted = len(self._slots) * (1.0 if self._quorum is None else self._quorum)
+        while not done or (receiver.expected and done < wanted):
+            batch = batches.recv(min_get=min(receiver.request.min_get, max(receiver.expected, 1)))
+            fresh = self._unrolls.are_new(batch)  # what waited at the barrier has been counted
             try:
                 done += self._act(batch)
             except BaseException:
                 batch.release()
                 raise
-            self.episodes.extend(batch.episodes)
-            self.env_steps += batch.env_steps
+            known = set(batch.host.env_indices[~fresh].tolist())
+            self.episodes.extend(episode for episode in batch.episodes if episode.slot not in known)
+            self.env_steps += int(np.count_nonzero(batch.host.step_type[fresh]))
         return self._unrolls.take(self._slots)
 
     def _act(self, batch: DeviceBatch) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from slotloader.learners import Transitions, Unrolls
 from slotloader.slots import StepType
 
 SLOTS, GAMMA = 5, 0.5
+EXAMPLES = 10_000 if "--soak" in sys.argv else 300  # random histories
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Chains:
         return sorted(found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 10**9), n=st.integers(1, 5))
 def test_transitions_equal_the_slow_reference(loader: SlotLoader, seed: int, n: int) -> None:
     transitions, chains, found = Transitions(loader, n, GAMMA), Chains(), []
@@ -158,7 +160,7 @@ class SlowUnrolls:
         return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 10**9), length=st.integers(1, 6), size=st.integers(1, 4), data=st.data())
 def test_unrolls_equal_the_slow_reference(loader: SlotLoader, seed: int, length: int, size: int, data: st.DataObject) -> None:
     overlap = data.draw(st.integers(0, length - 1))

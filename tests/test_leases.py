@@ -14,7 +14,7 @@ import pytest
 from checks import MARK, TESTS, Once, child_environment, drive, quiet, run_script
 from toys import Counting, Endless, Rich, Scripted
 
-from slotloader import ActionError, LeaseExpired, SlotLoader
+from slotloader import ActionError, LeaseExpired, SlotLoader, SlotLoaderError
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -364,3 +364,17 @@ def test_two_processes_at_once_never_see_each_others_data(clean: None) -> None:
         for process in both:
             process.kill()
             process.wait()
+
+
+def test_an_error_out_of_recv_leaves_answered_rows_to_the_batch_that_has_them_now() -> None:
+    with SlotLoader(Counting, 4, backend="inline", timeout=None) as loader:
+        first = loader.recv(min_get=4)
+        loader.send(np.zeros(2, np.int64), [0, 1])
+        second = loader.recv(min_get=2)
+        assert second.env_indices.tolist() == [0, 1]
+        with pytest.raises(SlotLoaderError, match="expected at least 3 slots"):
+            loader.recv(min_get=3)
+        assert first.open_slots().tolist() == [2, 3] and second.open_slots().tolist() == [0, 1]
+        second.send(np.zeros(2, np.int64))
+        first.release()
+        assert loader.recv(min_get=4).env_indices.tolist() == [0, 1, 2, 3]

@@ -19,6 +19,7 @@ from toys import Counting, Endless, Gated
 import slotloader
 from slotloader import Acted, SlotLoader, SlotLoaderError, StepType
 from slotloader.device_batches import DeviceBatches
+from slotloader.devices import HostOps
 from slotloader.learners import Transitions, Unroll, Unrolls
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -197,3 +198,41 @@ def test_once_holds_through_every_assembler_under_random_kills() -> None:
             killer.join()
     assert len(lives) > 12, "hardly anybody was killed"
     assert len(steps) > 1000
+
+
+def test_what_waits_at_the_barrier_is_counted_once() -> None:
+    with SlotLoader(Counting, 3, seed=0, backend="thread") as loader, slotloader.to_numpy(loader) as batches:
+        rollouts = batches.rollout(lambda obs: np.zeros(len(obs), np.int64), length=1)
+        unrolls = list(itertools.islice(rollouts, 30))
+        firsts = sum(int((unroll.step_type[1] == 0).sum()) for unroll in unrolls) + 3
+        assert rollouts.env_steps == 30 * 3 + 3 - firsts
+        rollouts.close()
+
+
+def test_rollouts_of_a_fleet_that_is_gone_raise_what_recv_raises() -> None:
+    with SlotLoader(Counting, 2, seed=0, backend="thread") as loader, slotloader.to_numpy(loader) as batches:
+        rollouts = batches.rollout(lambda obs: np.zeros(len(obs), np.int64), length=3)
+        next(rollouts)
+        rollouts.close()
+        loader.remove_envs([0, 1])
+        with pytest.raises(SlotLoaderError, match="no slot is left"):
+            [next(rollouts) for _ in range(3)]
+
+
+def test_held_rows_are_given_back_although_the_others_are_on_their_way() -> None:
+    class Slow(HostOps):
+        def at_once(self, array: Any) -> None:
+            return None
+
+        def done(self, event: Any) -> bool:
+            return False
+
+        def host_wait(self, event: Any) -> None:
+            time.sleep(0.05)
+
+    with SlotLoader(Counting, 3, backend="thread", timeout=None) as loader, DeviceBatches(loader, Slow()) as batches:
+        batch = batches.recv(min_get=3)
+        batch.send(np.zeros(3, np.int64), hold=np.array([True, False, True]))
+        batch.release()
+        assert not loader.unanswered
+        assert batches.recv(min_get=3).env_indices.tolist() == [0, 1, 2, 3][:3]
