@@ -158,17 +158,23 @@ def test_a_repl_fed_by_a_pipe(tmp_path: Path) -> None:
     assert set(ran.err.replace("...", "").split()) == {">>>"}
 
 
+TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # not by preexec_fn: that runs the hooks of a fork, and jax warns of it
+os.execv(sys.executable, [sys.executable, "-i", "-q"])
+"""
+
+
 def test_a_repl_on_a_terminal_with_ctrl_c_in_recv_and_going_on(tmp_path: Path, clean: None) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-i", "-q"],
+        [sys.executable, "-c", TERMINAL],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         env=child_environment(os.environ[MARK], TERM="dumb"),
         cwd=tmp_path,
         start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     )
     os.close(theirs)
     seen = bytearray()
