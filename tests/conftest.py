@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from checks import clean as clean_block
+
+# Before torch, numpy's BLAS and jax are imported: their threads spin for the cores that workers need.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "process": {"backend": "process", "preload": ["toys"]},

@@ -21,7 +21,7 @@ from slotloader.learners import Transitions, Unrolls
 from slotloader.slots import StepType
 
 SLOTS, GAMMA = 5, 0.5
-EXAMPLES = 10_000 if "--soak" in sys.argv else 300  # random histories
+EXAMPLES = 10_000 if "--soak" in sys.argv else 150  # random histories
 
 
 @dataclass(frozen=True)
