@@ -22,6 +22,7 @@ from slotloader.slots import StepType
 
 SLOTS, GAMMA = 5, 0.5
 EXAMPLES = 10_000 if "--soak" in sys.argv else 150  # random histories
+pytestmark = pytest.mark.timeout(120 if EXAMPLES < 1000 else 600)
 
 
 @dataclass(frozen=True)
