@@ -273,11 +273,16 @@ def _write_json(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kills what a case left behind: its descendants while it still runs, and its process group in any case."""
+    trackers: list[psutil.Process] = []
     if process.poll() is None:
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                descendant.kill()
+                if any("resource_tracker" in part for part in descendant.cmdline()):
+                    trackers.append(descendant)  # ends by itself and unlinks the semaphores of those who can no longer
+                else:
+                    descendant.kill()
         process.kill()
+    psutil.wait_procs(trackers, timeout=5)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the group is the session that this case was started in
     process.wait()
