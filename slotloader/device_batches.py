@@ -543,7 +543,7 @@ class DeviceBatches:
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
-        for batch in BoundedIterator(_Source(self, acting.names if hidden else ()), total, unit, progress):
+        for batch in BoundedIterator(_Batches(self, acting.names if hidden else ()), total, unit, progress):
             try:
                 acted = acting.act(batch._arrays["hidden"] if hidden else batch.select(acting.names), batch)
                 if on_batch is not None:
@@ -632,16 +632,6 @@ class _Batches(Iterator[DeviceBatch]):
             return self._whose._next(self._whose._limits, self._hidden)
         except LoaderClosed:
             raise StopIteration from None
-
-
-class _Source:
-    """What `BoundedIterator` iterates in `run`."""
-
-    def __init__(self, whose: DeviceBatches, hidden: tuple[str, ...]) -> None:
-        self._whose, self._hidden = whose, hidden
-
-    def __iter__(self) -> Iterator[DeviceBatch]:
-        return _Batches(self._whose, self._hidden)
 
 
 def _texts(values: Any, sizes: tuple[int, int]) -> list[Any]:

@@ -21,6 +21,7 @@ from slotloader.loader import SlotLoader
 from slotloader.policies import Policy
 from slotloader.progress import ProgressBar
 from slotloader.receiver import Receiver
+from slotloader.rollouts import bound
 from slotloader.specs import Array
 
 
@@ -168,9 +169,7 @@ class _DeviceSide:
 
     def __init__(self, batches: DeviceBatches, policy: Any) -> None:
         self._batches, self.receiver = batches, batches.receiver
-        self._policy = policy if isinstance(policy, Policy) else batches.policy(policy)
-        if self._policy.ops is not batches.ops:
-            raise TypeError("policy: expected one that this adapter has made, found one of another adapter")
+        self._policy = bound(batches, policy)
 
     def settle(self) -> None:
         """Waits until no action is on its way."""
