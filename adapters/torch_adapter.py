@@ -214,16 +214,20 @@ class TorchOps(HostOps):
         if not isinstance(policy, nn.Module):
             return Adopted(policy, None if params is None else self.snapshot(params))
         policy.to(self.device)
+        has_contract = len(inspect.signature(policy.forward).parameters) == 4
         if params is None:
             own = Own(lambda: dict(policy.state_dict()), policy.load_state_dict)
-            if len(inspect.signature(policy.forward).parameters) == 4:
+            if has_contract:
                 return Adopted(lambda params, inputs, state, key: policy(params, inputs, state, key), None, own)
             return Adopted(lambda obs: policy(obs), None, own)
 
         def call(params: Any, obs: Any) -> Any:
             return torch.func.functional_call(policy, params, (obs,))
 
-        return Adopted(call, self.snapshot(params))
+        def call_contract(params: Any, inputs: Any, state: Any, key: Any) -> Any:
+            return torch.func.functional_call(policy, params, (params, inputs, state, key))
+
+        return Adopted(call_contract if has_contract else call, self.snapshot(params))
 
     def keys(self, seed: int, compiled: bool) -> Callable[[], Any]:
         """A generator on the device; None for compiled steps, since torch.compile cannot trace one."""

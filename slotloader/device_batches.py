@@ -42,7 +42,7 @@ class DeviceBatch:
       version: of the policy that acted on it, or None.
     """
 
-    __slots__ = ("_arrays", "_commit", "_stage", "_trees", "_undo", "_whose", "bucket", "host", "version")
+    __slots__ = ("_arrays", "_commit", "_stage", "_states", "_trees", "_undo", "_whose", "bucket", "host", "version")
 
     def __init__(self, whose: DeviceBatches, host: Batch, bucket: int) -> None:
         self._whose, self.host, self.bucket = whose, host, bucket
@@ -50,6 +50,7 @@ class DeviceBatch:
         self._stage: Stage | None = None  # where hidden inputs are
         self._commit: Callable[..., None] | None = None  # what is to be done before the slots get their actions
         self._undo: Callable[..., None] | None = None  # and what, if they do not
+        self._states: list[tuple[SlotState, Any]] = []  # recurrent states, and their rows before a policy acted
         self._trees: dict[str, Any] = {}
         self.version: int | None = None
 
@@ -93,6 +94,11 @@ class DeviceBatch:
         if missing:
             self.stage(missing)
         return [array for name in names for array in self._arrays[name]]
+
+    def acted_from(self, state: SlotState, rows: Any) -> None:
+        """Says what the rows of a recurrent state were before it was acted on; records that are released come again."""
+        if all(known is not state for known, _ in self._states):
+            self._states.append((state, rows))
 
     def __len__(self) -> int:
         return self.host.size
@@ -351,12 +357,12 @@ class DeviceBatches:
             if self._preparation is not None:
                 prepared = self._preparation(batch.select(self._preparation.names))
                 batch._arrays["obs"], batch._commit, batch._undo = prepared
+            if len(self._mine) >= _MANY:
+                self._mine = [other for other in self._mine if not other.answered]
+            self._mine.append(host)
         except BaseException:
             host.release()
             raise
-        if len(self._mine) >= _MANY:
-            self._mine = [other for other in self._mine if not other.answered]
-        self._mine.append(host)
         return batch
 
     def __iter__(self) -> Iterator[DeviceBatch]:
@@ -433,6 +439,11 @@ class DeviceBatches:
             return
         while batch.host.promised and self._completer.drain(CLOSE_TIMEOUT):  # the rows that were sent are on their way
             pass
+        if batch._states and not batch.host.answered:
+            slots = self.slots_of(batch, np.isin(batch.host.env_indices, batch.host.open_slots()))
+            for state, before in batch._states:
+                state.scatter(batch, before, slots)
+            batch._states.clear()
         batch.host.release()
         if batch._stage is not None:
             self.staging.give_back(batch._stage)
@@ -460,12 +471,20 @@ class DeviceBatches:
           policy: see `policy`.
           params: see `policy`.
           state: see `policy`.
-          seed: see `policy`.
+          seed: see `policy`; torch has none, since torch.compile cannot trace a generator: there `key` is None.
           options: for the framework's compiler; for torch those of `torch.compile`.
 
         Returns:
           The policy, for `run` or to be called with a batch.
+
+        Raises:
+          ValueError: a seed where it would have no effect.
         """
+        if seed is not None and self.ops.keys(seed, True)() is None:
+            raise ValueError(
+                f"seed: expected None, since compiled policies of {type(self.ops).__name__} get no key, found {seed}; seed the "
+                "framework's global generator, e.g. torch.manual_seed"
+            )
         compiled = self._bind(policy, params, state, seed, compiled=True, options=options)
         examples: dict[int, list[Any]] = {}
         for rows in self.staging.sizes():
@@ -543,17 +562,19 @@ class DeviceBatches:
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
-        for batch in BoundedIterator(_Batches(self, acting.names if hidden else ()), total, unit, progress):
-            try:
+        source = _Batches(self, acting.names if hidden else ())
+        try:
+            for batch in BoundedIterator(source, total, unit, progress):
                 acted = acting.act(batch._arrays["hidden"] if hidden else batch.select(acting.names), batch)
                 if on_batch is not None:
                     on_batch(batch, acted)
                 batch.send(acted.action)
-            except BaseException:
-                batch.release()
-                raise
-            batches, steps = batches + 1, steps + batch.env_steps
-            ended.extend(batch.episodes)
+                batches, steps = batches + 1, steps + batch.env_steps
+                ended.extend(batch.episodes)
+        except BaseException:
+            if source.newest is not None and not source.newest.answered:
+                source.newest.release()
+            raise
         self.drain()
         return Run(steps, batches, time.monotonic() - began, ended)
 
@@ -626,12 +647,14 @@ class _Batches(Iterator[DeviceBatch]):
 
     def __init__(self, whose: DeviceBatches, hidden: tuple[str, ...] = ()) -> None:
         self._whose, self._hidden = whose, hidden
+        self.newest: DeviceBatch | None = None  # Ctrl-C may strike before the loop over it has it
 
     def __next__(self) -> DeviceBatch:
         try:
-            return self._whose._next(self._whose._limits, self._hidden)
+            self.newest = self._whose._next(self._whose._limits, self._hidden)
         except LoaderClosed:
             raise StopIteration from None
+        return self.newest
 
 
 def _texts(values: Any, sizes: tuple[int, int]) -> list[Any]:

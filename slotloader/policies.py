@@ -183,7 +183,8 @@ def _show(leaf: Any) -> str:
 class Policy:
     """A policy on a device: called with a batch of the adapter, it returns `Acted`.
 
-    Made by `batches.policy(...)` and `batches.compile(...)`. The recurrent state, if any, advances with each call.
+    Made by `batches.policy(...)` and `batches.compile(...)`. The recurrent state, if any, advances with each
+    call; the rows of records that are released go back to what they were.
 
     Args:
       ops: the device.
@@ -308,6 +309,7 @@ class Policy:
         acted, tables = self.ops.compute(step, self._params, tables, tuple(arrays), self._next_key())
         if state is not None:
             state.tables = tables
+            batch.acted_from(state, acted.state)
         if self._static_outputs:
             acted = self.ops.tree_map(self.ops.own, acted)  # fence
         return acted  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ class Preparation:
         if self._stacked and "step_type" not in plan.spans:
             raise ValueError("frame_stack: expected 'step_type' among fields=, since a FIRST record begins a new stack")
         self._tables: list[Any] = []
+        self._lock = threading.Lock()  # the consumer stores, and a batch that failed is undone by the completion thread
         for at in self._stacked:
             row = np.zeros((wanted[at], *fields[at].shape), fields[at].dtype)
             table = ops.table(row, num_slots + 1)
@@ -99,7 +101,8 @@ class Preparation:
 
         def store(rows: Sequence[Any], slots: Any = None) -> None:
             if self._stacked:
-                self._tables = self._ops.compute(self._store, self._tables, indices if slots is None else slots, rows)
+                with self._lock:
+                    self._tables = self._ops.compute(self._store, self._tables, indices if slots is None else slots, rows)
 
         return list(prepared), partial(store, stacks), partial(store, last)
 

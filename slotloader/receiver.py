@@ -551,6 +551,7 @@ class Receiver:
         self._alive -= int(lost.sum())
         self.meter.dropped_actions += int(lost.sum())
         self._doomed.difference_update(slots[lost].tolist())
+        self._signal.post()  # a recv that sleeps may count on these slots
         return np.asarray(slots[~lost])
 
     def _close(self, batch: Batch, rows: int, answered: bool) -> None:

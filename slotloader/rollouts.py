@@ -66,15 +66,12 @@ class Rollouts(Iterator[Unroll]):
 
     def _act(self, batch: DeviceBatch) -> int:
         """Answers those of a batch that have not reached the barrier; returns how many have."""
-        policy = self._policy
-        acted = policy(batch)
+        acted = self._policy(batch)
         complete = self._unrolls.push(batch, acted.action, acted.extras, acted.state, batch.version)
         if not complete.size:
             batch.send(acted.action)
             return 0
         waits = np.isin(batch.host.env_indices, complete)
-        if policy.state is not None:  # they will be acted on again, by the next policy
-            policy.state.scatter(batch, acted.state, self._batches.slots_of(batch, waits))
         if not waits.all():
             batch.send(acted.action, hold=waits)
         self._held.append(batch)

@@ -255,6 +255,7 @@ def test_what_padding_rows_hold_changes_no_bit_of_the_real_rows(adapt: Adapt, fi
                     arrays[at] = adapt.array(obs)
                 acted = bound.act(arrays, batch)
                 batch.send(acted.action)
+                batches.drain()  # else the next batch may have other records
                 out.append((host(acted.action)[:size].tobytes(), host(acted.extras["scores"])[:size].tobytes()))
             return (*out, host(bound.state.tables)[:6].tobytes())
 
@@ -405,6 +406,58 @@ def test_a_failure_reaches_a_recv_that_waits_for_slow_envs(tmp_path: Path) -> No
         assert batches.recv(2).host.last_action.tolist() == [0, 3]
 
 
+def test_a_recv_that_counts_on_actions_for_an_env_that_has_ended_learns_of_it_when_they_land(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slotloader.receiver.SLICE", 60.0)
+    with SlotLoader(Narrow, 2, backend="thread", min_get=2) as loader, DeviceBatches(loader, Later()) as batches:
+        batches.recv().release()
+        first, _ = batches.recv(1, 1), batches.recv(1, 1)
+        batches.ops.go.clear()
+        first.send(np.zeros(1, np.int64))
+        loader.remove_envs(first.host.env_indices.tolist())
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                batches.recv(1)
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: loader.receiver._wanted[0] != 0)  # it sleeps, or is about to
+        batches.ops.go.set()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert "recv: expected at least 1 slots that can become ready, found 0" in str(raised[0])
+
+
+def test_stopping_a_run_between_two_lines_leaves_nothing_leased(adapt: Adapt, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotloader.progress import BoundedIterator
+
+    following = BoundedIterator.__next__
+    calls = 0
+
+    def interrupted(self: Any) -> Any:
+        nonlocal calls
+        batch, calls = following(self), calls + 1
+        if calls % 2 == 0:
+            raise KeyboardInterrupt  # the loop has not got the batch yet
+        return batch
+
+    with SlotLoader(partial(Echo, Discrete(3)), 4, **INLINE) as loader, adapt(loader, buckets=(4,)) as batches:
+        policy = adapt.compile(batches, lambda obs: (obs[:, 0] > 5) * 1)
+        monkeypatch.setattr(BoundedIterator, "__next__", interrupted)
+        for _ in range(8):  # more than there are stages
+            with pytest.raises(KeyboardInterrupt):
+                batches.run(policy, env_steps=100)
+            batches.drain()
+            assert not loader.unanswered
+        monkeypatch.undo()
+        assert batches.run(policy, env_steps=100).env_steps == 100
+
+
 def test_a_device_that_fails_raises_its_own_exception_and_close_ends() -> None:
     class DeviceLost(Exception):
         pass
@@ -438,8 +491,13 @@ def test_close_does_not_wait_for_ever_for_a_device_that_hangs(monkeypatch: pytes
         began = time.monotonic()
         batches.close()
         assert time.monotonic() - began < 5
+        assert not loader.unanswered
+        again = loader.recv(2)
         ops.go.set()
         until(lambda: not any(thread.name == "slotloader-completion" for thread in threading.enumerate()))
+        assert not again.answered  # what the device says too late is for nobody
+        again.send(np.ones(2, np.int64))
+        assert loader.recv(2).last_action.tolist() == [1, 1]
 
 
 def test_batches_in_flight_are_bounded_and_answered_in_order_and_the_last_ones_at_close() -> None:

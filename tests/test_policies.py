@@ -109,6 +109,10 @@ def test_a_torch_module_is_a_policy_with_its_own_weights_or_with_params() -> Non
         assert functional(batch).action.tolist() == second
         functional.update(net.state_dict())
         assert functional(batch).action.tolist() == first
+        both = batches.policy(whole, params=dict(other.named_parameters()), state={"n": np.zeros((), np.int64)})
+        assert both(batch).action.tolist() == second
+        with pytest.raises(ValueError, match=r"seed: expected None, since compiled policies of TorchOps get no key, found 3"):
+            adapt.compile(batches, net, seed=3)
         own = adapt.compile(batches, net)
         assert own(batch).action.tolist() == first
         state = {name: tensor.clone() for name, tensor in net.state_dict().items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from checks import until
 from gymnasium.spaces import Box, Dict, Discrete, Text
 from policies_toys import NAMES, Adapt, Replay, host
 
@@ -244,3 +246,33 @@ def test_handed_out_stacks_keep_their_values(adapt: Adapt) -> None:
             batch.send(np.zeros(3, np.int64))
     for found, then in kept:
         np.testing.assert_array_equal(host(found), then)
+
+
+def test_a_stack_that_is_undone_in_a_thread_loses_none_that_is_stored_meanwhile() -> None:
+    """Tables of jax are new ones after each store: two at a time would forget one of them."""
+    entered, second, stores = threading.Event(), threading.Event(), list[int]()
+
+    class Functional(HostOps):
+        def put(self, table: Any, rows: Any, values: Any) -> Any:
+            changed = np.array(table)
+            changed[rows] = values
+            stores.append(threading.get_ident())
+            if len(stores) == 2:
+                entered.set()
+                second.wait(0.3)  # longer than another store needs to come in between
+            second.set()
+            return changed
+
+    with SlotLoader(Replay, 2, **INLINE) as loader, DeviceBatches(loader, Functional(), frame_stack=2) as batches:
+        made = batches._preparation
+        assert made is not None
+        zero = np.zeros(1, np.uint8)
+        commits = [made([np.full((1, 5), slot + 1, np.float32), np.array([slot]), zero]) for slot in range(2)]
+        commits[1][1]()
+        second.clear()
+        thread = threading.Thread(target=commits[1][2])
+        thread.start()
+        until(entered.is_set)
+        commits[0][1]()
+        thread.join()
+        assert [made._tables[0][slot].max() for slot in range(2)] == [1, 0]

@@ -196,3 +196,29 @@ def test_the_reference_sees_a_state_that_is_not_reset(adapt: Adapt, env: Any, mo
     with fleet(env) as loader, adapt(loader, buckets=(5,)) as batches:
         batches.run(batches.policy(policy(adapt.xp), params=weights(), state=initial()), env_steps=100)
     assert env.wrong > 10
+
+
+def test_the_state_of_released_records_goes_back_to_what_it_was(adapt: Adapt, env: type[Remembering]) -> None:
+    rng = np.random.default_rng(1)
+    with fleet(env) as loader, adapt(loader) as batches:
+        acting = batches.policy(policy(adapt.xp), params=adapt.array(weights()), state=initial())
+        steps = released = 0
+        while steps < many(adapt):
+            batch = batches.recv()
+            acted = acting(batch)
+            choice = rng.random()
+            if choice < 0.4:
+                if choice < 0.1:
+                    acting(batch)  # acted on twice, and never answered
+                batch.release()
+                released += 1
+                continue
+            if choice < 0.6:  # some rows wait and come again
+                hold = rng.random(batch.size) < 0.5
+                batch.send(acted.action, hold=hold)
+                batch.release()
+            else:
+                batch.send(acted.action)
+            steps += batch.env_steps
+    assert released > 10
+    settle(env)
