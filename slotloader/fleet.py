@@ -18,7 +18,7 @@ import numpy as np
 from slotloader.envs import EnvFactory
 from slotloader.errors import LoaderClosed, SlotLoaderError, SpecMismatch, WorkerDied
 from slotloader.layout import Layout
-from slotloader.reports import Answer, Built, Died, Event, Failed, error_from, summary
+from slotloader.reports import Answer, Built, Died, Event, Failed, Remark, error_from, summary
 from slotloader.runner import EnvOptions
 from slotloader.signals import Signal
 from slotloader.slots import State, Table
@@ -77,6 +77,7 @@ class Fleet:
         self._rebuilding: set[int] = set()  # tickets of rebuilds that nobody waits for
         self._tickets = itertools.count(1)
         self._gone: set[int] = set()  # workers that have ended
+        self._topics: set[str] = set()  # of remarks that have been logged
         self._changed = threading.Condition(threading.RLock())  # reports of inline workers come from under it
 
     # What each backend does in its own way.
@@ -122,7 +123,7 @@ class Fleet:
         self.table, self.running = table, True
         return table
 
-    def deliver(self, report: Built | Failed | Answer | Died) -> None:
+    def deliver(self, report: Built | Failed | Answer | Died | Remark) -> None:
         """Takes a report from a worker or about one; decides about failures."""
         with self._changed:
             if isinstance(report, Built):
@@ -131,6 +132,10 @@ class Fleet:
                     self._admit(report)
             elif isinstance(report, Answer):
                 self._take_answer(report)
+            elif isinstance(report, Remark):
+                if report.topic not in self._topics:
+                    self._topics.add(report.topic)
+                    log.warning("%s", report.text)
             else:
                 self._take_failure(report)
             self._changed.notify_all()

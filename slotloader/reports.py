@@ -70,6 +70,14 @@ class Died:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Remark:
+    """Something of an env that is likely a mistake and no failure; logged once for each `topic`."""
+
+    topic: str
+    text: str
+
+
 Event = Failed | Died
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from slotloader import values
 from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factory, evaluation_seed, life_seed
 from slotloader.errors import SpecMismatch
 from slotloader.layout import INFO_BYTES
+from slotloader.reports import Remark
 from slotloader.signals import Signal, make_order_fence
 from slotloader.slots import State, StepType, Table
 from slotloader.spaces import column_of, tree_of
@@ -139,6 +141,8 @@ class EnvRunner:
         self._tally = Tally() if tally is None else tally
         self._life_began = 0  # steps of the slot before this life
         self._reset_began = 0
+        self._unseen: set[str] = set()  # declared columns that no info has had yet; None are looked for after an episode
+        self.remark: Callable[[Remark], None] = lambda remark: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owns_loop = False
 
@@ -164,6 +168,7 @@ class EnvRunner:
         self._obs_rows = [(c[slot, ...], s[0, ...]) for c, s in zip(table.observation, self._spare, strict=True)]
         self._read_action = values.reader(self.action, table.action, slot)
         self._info_columns = self._attach_info(table)
+        self._unseen = set(self.info)
         self._last_info: Mapping[str, Any] = {}
         self._state, self._step_type, self._reward = table.state_words, table.step_type_words, table.reward_words
         self._publish_ns, self._begin_ns = table.publish_ns_words, table.begin_ns_words
@@ -411,6 +416,8 @@ class EnvRunner:
             self._count_step(now - begin)
             self._ended = self.wants_reset = self.finished = True
             self._write_last_info(info)
+            if self._unseen:
+                self._remark_unseen(info)
             step_type = int(StepType.TERMINATION if terminated else StepType.TRUNCATION)
             self._publish(step_type, reward, now)
         else:
@@ -439,9 +446,20 @@ class EnvRunner:
         for name, write, rows in self._info_columns:
             if name in info:
                 write(info[name])
+                if self._unseen:
+                    self._unseen.discard(name)
             else:  # a column that a record lacks is zero, as in gymnasium's vector infos
                 for row in rows:
                     row[...] = 0
+
+    def _remark_unseen(self, info: Mapping[str, Any]) -> None:
+        keys = [key for key in {**self._last_info, **info} if isinstance(key, str)]
+        for name in sorted(self._unseen):
+            close = difflib.get_close_matches(name, keys, 1)
+            meant = f"did you mean {close[0]!r}?" if close else "it is zero until an info has it"
+            text = f"info: expected the declared column {name!r} in some info of slot {self.slot}'s first episode, found {keys}"
+            self.remark(Remark(f"info {name}", f"{text}; {meant}"))
+        self._unseen = set()
 
     def _write_last_info(self, info: Mapping[str, Any]) -> None:
         data = pack_info(info)

@@ -70,6 +70,7 @@ class Worker:
     def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
         config, factory = self.config, self.config.factories[at]
         runner = EnvRunner(config.first_slot + at, config.index, factory or _removed, config.options, life, spare, tally)
+        runner.remark = self._report
         if factory is None:
             runner.retire()
         return runner

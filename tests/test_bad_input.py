@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from checks import run_script, started
+from checks import run_script, started, until
 from gymnasium.spaces import Box, Dict, Discrete, Graph, GraphInstance, Sequence, Text
 from toys import Counting, Wrong
 
@@ -371,3 +371,40 @@ def test_wrong_max_bytes_or_preload_is_said_at_construction() -> None:
     with pytest.raises(SlotLoaderError, match="preload: expected modules that can be imported, found 'no_such_module_x'"):
         SlotLoader(Counting, 1, preload=["no_such_module_x"])
     assert not started("")
+
+
+class Informed(gym.Env):
+    """Tells of its success at the end of every second episode, and of its speed always."""
+
+    observation_space = Box(0, 1, (1,), np.float32)
+    action_space = Discrete(2)
+    episode = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t, self.episode = 0, self.episode + 1
+        return np.zeros(1, np.float32), {"start": 1.0}
+
+    def step(self, action: int) -> Any:
+        self.t += 1
+        late = {"late": True} if self.episode > 1 else {}
+        return np.zeros(1, np.float32), 0.0, self.t == 3, False, {"speed": 2.0, "success": self.t == 3, **late}
+
+
+@pytest.mark.parametrize("how", [{"backend": "inline"}, {"backend": "process", "num_workers": 2}], ids=["inline", "process"])
+def test_a_declared_column_that_no_info_has_is_logged_once_with_the_key_that_it_may_have_meant(
+    how: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = dict.fromkeys(("start", "speed", "sucess", "late"), np.float32)
+    with SlotLoader(Informed, 4, info=columns, timeout=None, **how) as loader:
+        for _ in range(12):
+            batch = loader.recv(4)
+            assert not batch.info["sucess"].any()
+            batch.send(np.zeros(4, np.int64))
+        until(lambda: len(caplog.records) >= 2)
+    first, second = sorted(record.getMessage() for record in caplog.records)
+    assert re.fullmatch(
+        r"info: expected the declared column 'late' in some info of slot \d's first episode, found "
+        r"\['start', 'speed', 'success'\]; it is zero until an info has it",
+        first,
+    )
+    assert re.fullmatch(r"info: .*'sucess'.*; did you mean 'success'\?", second)
