@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from slotloader.arguments import require_count
 from slotloader.batches import Episode
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.learners import Unroll, Unrolls
@@ -47,12 +48,10 @@ class Background(Iterator[Unroll]):
     def __init__(
         self, batches: DeviceBatches, policy: Policy, unrolls: Unrolls, queue: int, on_full: OnFull, max_lag: int | None
     ) -> None:
-        if isinstance(queue, bool) or not isinstance(queue, int) or queue < 1:
-            raise ValueError(f"queue: expected an integer of at least 1, found {queue!r}")
+        require_count("queue", queue)
+        require_count("max_lag", max_lag, 0, optional=True)
         if on_full not in ("block", "drop_oldest"):
             raise ValueError(f"on_full: expected 'block' or 'drop_oldest', found {on_full!r}")
-        if max_lag is not None and (isinstance(max_lag, bool) or not isinstance(max_lag, int) or max_lag < 0):
-            raise ValueError(f"max_lag: expected an integer of at least 0 or None, found {max_lag!r}")
         self._batches, self._policy, self._unrolls = batches, policy, unrolls
         self._size, self._blocks, self._max_lag = queue, on_full == "block", max_lag
         self._queue: deque[Unroll] = deque()

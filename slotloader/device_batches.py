@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.arguments import require_count
 from slotloader.background import Background, OnFull
 from slotloader.batches import Batch, Episode
 from slotloader.completion import Completer, Pending
@@ -289,8 +290,7 @@ class DeviceBatches:
     ) -> None:
         if not isinstance(source, (SlotLoader, Receiver)):
             raise TypeError(f"loader: expected a SlotLoader or a receiver of loader.split, found {source!r:.200}")
-        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-            raise ValueError(f"in_flight: expected an integer of at least 1, found {in_flight!r}")
+        require_count("in_flight", in_flight)
         receiver = source.receiver
         if receiver.closed:
             raise LoaderClosed("the loader was closed; build a new SlotLoader")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.arguments import require_count
 from slotloader.errors import SpecMismatch
 from slotloader.specs import show_value
 
@@ -83,8 +84,7 @@ def factories(envs: Any, num_envs: int | None = None, env_kwargs: dict[str, Any]
     factory = _factory(envs, env_kwargs, "envs")
     if num_envs is None:
         raise ValueError("num_envs: expected how many copies of the env to run, found None; pass num_envs=8, say")
-    if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
-        raise ValueError(f"num_envs: expected an integer of at least 1, found {num_envs!r}")
+    require_count("num_envs", num_envs)
     return [factory] * int(num_envs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.arguments import require_count
 from slotloader.batches import Batch, Episode
 from slotloader.device_batches import DeviceBatch, DeviceBatches
 from slotloader.errors import EnvFailed, SlotLoaderError, WorkerDied
@@ -124,9 +125,8 @@ def evaluate(
     """
     if not isinstance(loader, (SlotLoader, Receiver, DeviceBatches)):
         raise TypeError(f"loader: expected a SlotLoader, a receiver or an adapter (to_torch, ...), found {loader!r:.200}")
-    for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-            raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+    require_count("episodes", episodes)
+    require_count("seed", seed, 0)
     side = _DeviceSide(loader, policy) if isinstance(loader, DeviceBatches) else _HostSide(loader, policy)
     receiver = side.receiver
     side.settle()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slotloader.arguments import require_count
 from slotloader.specs import Array
 
 _LONGEST = 1e8  # seconds: three years stand for ever, in numbers that ns can hold
@@ -40,11 +41,8 @@ class Request:
         Raises:
           ValueError: names the argument, what was expected and what was found.
         """
-        for name, value in (("min_get", min_get), ("max_get", max_get)):
-            if (value is not None or name == "min_get") and (
-                isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1
-            ):
-                raise ValueError(f"{name}: expected an integer of at least 1, found {value!r}")
+        require_count("min_get", min_get)
+        require_count("max_get", max_get, optional=True)
         if max_get is not None and max_get < min_get:
             raise ValueError(f"max_get: expected at least min_get={min_get}, found {max_get}")
         if min_get > num_slots:

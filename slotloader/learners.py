@@ -12,13 +12,14 @@ is numpy on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from slotloader.arguments import require_count
 from slotloader.batches import Batch, BytesColumn
-from slotloader.devices import DeviceOps, HostOps
+from slotloader.devices import DeviceOps, HostOps, map_tree
 from slotloader.loader import SlotLoader
 from slotloader.receiver import Receiver
 from slotloader.slots import StepType
@@ -110,16 +111,6 @@ def _flatten(tree: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-def _rebuild(template: Any, found: Iterator[Any]) -> Any:
-    """A tree like `template` with the leaves of `found`."""
-    if isinstance(template, dict):
-        return {key: _rebuild(child, found) for key, child in template.items()}
-    if isinstance(template, (tuple, list)):
-        children = [_rebuild(child, found) for child in template]
-        return type(template)(*children) if hasattr(template, "_fields") else type(template)(children)
-    return None if template is None else next(found)
-
-
 class _History:
     """A table of `rows` records on the device and a scratch row for padding; its leaves are made with the first record."""
 
@@ -152,7 +143,8 @@ class _History:
 
     def tree(self, tables: Sequence[Any]) -> Any:
         """What `write` was given first, with the tables as leaves."""
-        return _rebuild(self._template, iter(tables))
+        found = iter(tables)
+        return map_tree(lambda leaf: next(found), self._template)
 
     def read(self, function: Callable[..., Any], at: Array, *arrays: Array) -> Any:
         """`function(tables, at, *arrays)` on the device."""
@@ -161,7 +153,7 @@ class _History:
 
 
 def _rows_of(tables: Any, at: Any) -> Any:
-    return _rebuild(tables, iter([table[at] for table in _flatten(tables, [])]))
+    return map_tree(lambda table: table[at], tables)
 
 
 def _ops_of(source: Source) -> tuple[DeviceOps, int]:
@@ -232,7 +224,7 @@ class _Assembler:
             action = build(self._action, (adapt(part) for part in flatten(self._action, action, ("action",))))
         records = {"obs": _plain(batch.obs), "action": action}
         for name, value in more.items():
-            records[name] = _rebuild(value, iter([adapt(leaf) for leaf in _flatten(value, [])]))
+            records[name] = map_tree(adapt, value)
         slots = host.env_indices
         self._history.write(self._rows(slots, self._newest[slots]), records)
 
@@ -241,8 +233,7 @@ def _plain(obs: Any) -> Any:
     """Arrays for what is encoded."""
     if isinstance(obs, np.ndarray):
         return obs
-    found = _flatten(obs, [])
-    return _rebuild(obs, iter([BytesTensor(x.data, x.lengths) if isinstance(x, BytesColumn) else x for x in found]))
+    return map_tree(lambda leaf: BytesTensor(leaf.data, leaf.lengths) if isinstance(leaf, BytesColumn) else leaf, obs)
 
 
 _BEGUN = (0.0, 0.0, 1.0)  # age, return and weight of a transition that begins
@@ -268,8 +259,7 @@ class Transitions(_Assembler):
     """
 
     def __init__(self, loader: Source, n_step: int = 1, gamma: float = 0.99) -> None:
-        if isinstance(n_step, bool) or not isinstance(n_step, int) or n_step < 1:
-            raise ValueError(f"n_step: expected an integer of at least 1, found {n_step!r}")
+        require_count("n_step", n_step)
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma: expected 0 to 1, found {gamma!r}")
         super().__init__(loader, n_step + 1)
@@ -372,8 +362,7 @@ class Unrolls(_Assembler):
 
     def __init__(self, loader: Source, length: int, batch_size: int = 1, overlap: int = 0) -> None:
         for name, value, least in (("length", length, 1), ("batch_size", batch_size, 1), ("overlap", overlap, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+            require_count(name, value, least)
         if overlap >= length:
             raise ValueError(f"overlap: expected less than length={length}, found {overlap}")
         super().__init__(loader, length + 1)

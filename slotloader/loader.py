@@ -18,6 +18,7 @@ import numpy as np
 from slotloader import envs as env_sources
 from slotloader import stats as figures
 from slotloader.actions import ActionBounds, Scatterer
+from slotloader.arguments import require_count
 from slotloader.batches import Batch, Gatherer
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.fleet import Fleet
@@ -125,17 +126,17 @@ class SlotLoader:
         factories = env_sources.factories(envs, num_envs, env_kwargs)
         self._request = (min_get, max_get, timeout, stall_timeout)
         if capacity is not None:
-            _require_count("capacity", capacity, len(factories))
+            require_count("capacity", capacity, len(factories))
         self.num_slots = capacity or len(factories)
         self.request_for(self.num_slots)
         self._env_steps = self._episodes = 0  # of the run, before the meters last started anew
         self.seed = _checked_seed(seed)
         self.backend, self.debug = backend, debug
-        _require_count("spares", spares, 0)
+        require_count("spares", spares, 0)
         if spares and backend == "inline":
             raise ValueError("spares: expected 0 with backend='inline', which has no threads; use 'thread' or 'process'")
         if recycle_after is not None:
-            _require_count("recycle_after", recycle_after, 1)
+            require_count("recycle_after", recycle_after, 1)
             if spares:
                 raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
         self.limits = Limits(on_failure, max_restarts, restart_window, start_timeout, step_timeout, reset_timeout)
@@ -600,11 +601,6 @@ def _checked_seed(seed: int | None) -> int:
     return int(seed)
 
 
-def _require_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
-
-
 def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: str) -> list[int]:
     """Number of envs of each worker, as even as possible; inline has one worker.
 
@@ -615,7 +611,7 @@ def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, ba
         return [num_envs]
     for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
         if value is not None:
-            _require_count(name, value, 1)
+            require_count(name, value, 1)
     if num_workers is not None and envs_per_worker is not None and -(-num_envs // envs_per_worker) != num_workers:
         raise ValueError(
             f"num_workers={num_workers} and envs_per_worker={envs_per_worker}: expected to agree for {num_envs} envs; "

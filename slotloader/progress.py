@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
+from slotloader.arguments import require_count
+
 _REDRAW = 0.1  # seconds
 _WIDTH = 28
 
@@ -78,8 +80,7 @@ class BoundedIterator(Iterator[B], Generic[B]):
     """
 
     def __init__(self, source: Iterable[B], total: Any, unit: str, progress: bool | None) -> None:
-        if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-            raise ValueError(f"{unit}: expected an integer of at least 1, found {total!r}")
+        require_count(unit, total)
         self._total, self._unit = total, unit
         self._batches = iter(source)
         self._bar = ProgressBar(progress)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slotloader import values
+from slotloader.arguments import require_count
 from slotloader.batches import Batch
 from slotloader.errors import WorkerDied
 from slotloader.slots import StepType
@@ -69,9 +70,8 @@ class Recording:
         encode = _encoder_for(self.path)
         if frames is not None and episodes is not None:
             raise ValueError(f"record: expected one of frames and episodes, found frames={frames}, episodes={episodes}")
-        for name, count in (("frames", frames), ("episodes", episodes)):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1):
-                raise ValueError(f"{name}: expected an integer of at least 1 or None, found {count!r}")
+        require_count("frames", frames, optional=True)
+        require_count("episodes", episodes, optional=True)
         if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100:
             raise ValueError(f"fps: expected a number above 0 and at most 100, found {fps!r}")
         self.slot, self._loader, self._table = slot, loader, loader.table

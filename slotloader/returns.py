@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from slotloader.arguments import require_count
 from slotloader.specs import Array
 
 
@@ -167,8 +168,7 @@ def n_step_returns_with(
     maths: Maths, rewards: Any, discounts: Any, values: Any, bootstrap_value: Any, n: int, valid: Any
 ) -> Any:
     """`n_step_returns` in any framework."""
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-        raise ValueError(f"n: expected an integer of at least 1, found {n!r}")
+    require_count("n", n)
     unroll = _Unroll(maths, rewards, discounts, values, bootstrap_value, valid)
     targets = unroll.values
     for _ in range(min(n, targets.shape[0])):

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from slotloader.arguments import require_count
+
 OnFailure = Literal["auto", "raise", "restart"]
 
 
@@ -34,8 +36,7 @@ class Limits:
     def __post_init__(self) -> None:
         if self.on_failure not in ("auto", "raise", "restart"):
             raise ValueError(f"on_failure: expected 'auto', 'raise' or 'restart', found {self.on_failure!r}")
-        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise ValueError(f"max_restarts: expected an integer of at least 0, found {self.max_restarts!r}")
+        require_count("max_restarts", self.max_restarts, 0)
         for name in ("restart_window", "start_timeout", "step_timeout", "reset_timeout"):
             seconds = getattr(self, name)
             optional = name in ("step_timeout", "reset_timeout")

@@ -16,8 +16,8 @@ PACKAGE = Path(slotloader.__file__).parent
 CHECKOUT = Path(__file__).parents[1]
 
 ORDER = (
-    "errors", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats", "channel", "pickling",
-    "reports", "runner", "workers", "buffers", "batches", "actions", "supervision", "fleet", "local_fleets",
+    "errors", "arguments", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats", "channel",
+    "pickling", "reports", "runner", "workers", "buffers", "batches", "actions", "supervision", "fleet", "local_fleets",
     "worker_process", "nursery", "process_fleet", "progress", "recording", "receiver", "loader", "devices", "staging",
     "policies", "learners", "rollouts", "background", "preparation", "completion", "device_batches", "returns",
     "evaluation", "__init__", "demo", "cli",
