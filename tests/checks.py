@@ -81,6 +81,7 @@ def clean() -> Iterator[str]:
     mark = uuid.uuid4().hex
     before = os.environ.get(MARK)
     gc.collect()
+    gc.freeze()  # the many objects of frameworks and of pytest itself make each later `gc.collect` slow
     zombies, fds, threads = set(started("")), descriptors(), set(threading.enumerate())
     os.environ[MARK] = mark
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +26,9 @@ class Adapt:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        known = set(sys.modules)
         self.xp: Any = pytest.importorskip({"jax": "jax.numpy"}.get(name, name))
         if name == "torch":
             self.xp.set_num_threads(1)
-        if name not in known:
-            gc.freeze()  # a framework's many objects make each gc.collect of `clean` slow
 
     def __call__(self, loader: Any, **options: Any) -> DeviceBatches:
         made: DeviceBatches = getattr(slotloader, f"to_{self.name}")(loader, **options)
