@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from slotloader.batches import Batch, BytesColumn, Episode
-from slotloader.device_batches import DeviceBatch, DeviceBatches, Run
+from slotloader.device_batch import DeviceBatch
+from slotloader.device_batches import DeviceBatches, Run
 from slotloader.envs import EnvContext, EpisodeKey
 from slotloader.errors import (
     ActionError,

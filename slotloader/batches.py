@@ -68,7 +68,10 @@ class BytesColumn:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row: Any) -> Any:
+        """The value of one row; for a slice, a mask or indices a `BytesColumn` of those rows."""
+        if not isinstance(row, (int, np.integer)):
+            return BytesColumn(self._leaf, self.data[row], self.lengths[row])
         return values.decode(self._leaf, self.data[row, : self.lengths[row]].tobytes())
 
     def __iter__(self) -> Iterator[Any]:

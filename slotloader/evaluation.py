@@ -15,7 +15,8 @@ import numpy as np
 
 from slotloader.arguments import require_count
 from slotloader.batches import Batch, Episode
-from slotloader.device_batches import DeviceBatch, DeviceBatches
+from slotloader.device_batch import DeviceBatch
+from slotloader.device_batches import DeviceBatches
 from slotloader.errors import EnvFailed, SlotLoaderError, WorkerDied
 from slotloader.fleet import Cut
 from slotloader.loader import SlotLoader

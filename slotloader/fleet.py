@@ -188,6 +188,8 @@ class Fleet:
                 table.state[slot] = State.STARTING
         count, limits = self.policy.count(event.slots[0]), self.limits
         log.warning("%s; restarting (%d of %d in %g s)", summary(event), count, limits.max_restarts, limits.restart_window)
+        if isinstance(event, Failed) and event.traceback:
+            log.info("traceback in the worker:\n%s", event.traceback)
         if isinstance(event, Failed):
             ticket = next(self._tickets)
             self._rebuilding.add(ticket)

@@ -27,7 +27,8 @@ from slotloader.specs import Array, Kind, Leaf, build, flatten, leaves, show_pat
 from slotloader.staging import BytesTensor
 
 if TYPE_CHECKING:
-    from slotloader.device_batches import DeviceBatch, DeviceBatches
+    from slotloader.device_batch import DeviceBatch
+    from slotloader.device_batches import DeviceBatches
 
 Source: TypeAlias = "SlotLoader | Receiver | DeviceBatches"
 

@@ -12,7 +12,8 @@ from slotloader.learners import Unroll, Unrolls
 from slotloader.policies import Policy
 
 if TYPE_CHECKING:
-    from slotloader.device_batches import DeviceBatch, DeviceBatches
+    from slotloader.device_batch import DeviceBatch
+    from slotloader.device_batches import DeviceBatches
 
 
 class Rollouts(Iterator[Unroll]):

@@ -201,6 +201,9 @@ def test_text_sequence_and_graph_arrive_up_to_their_capacity_and_one_byte_more_n
             batch = loader.recv()
             assert batch.obs["html"].tolist() == [texts[t]]
             assert batch.obs["html"].lengths.tolist() == [len(texts[t].encode())]
+            for rows in (slice(0, 1), [0], np.array([True])):
+                assert batch.obs["html"][rows].tolist() == [texts[t]]
+            assert len(batch.obs["html"][1:]) == 0
             assert batch.obs["html"].data.shape == (1, 100)
             links = batch.obs["links"][0]
             assert [link.tolist() for link in links] == [[i / 8] * 2 for i in range(t % 4)]

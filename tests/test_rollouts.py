@@ -11,6 +11,7 @@ import time
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from checks import until
@@ -236,3 +237,45 @@ def test_held_rows_are_given_back_although_the_others_are_on_their_way() -> None
         batch.release()
         assert not loader.unanswered
         assert batches.recv(min_get=3).env_indices.tolist() == [0, 1, 2, 3][:3]
+
+
+def test_a_rollout_in_lockstep_equals_gymnasiums_sync_vector_env_to_the_bit() -> None:
+    envs, length, rollouts = 4, 16, 12
+    rng = np.random.default_rng(0)
+
+    def draw(obs: Any) -> Any:
+        return (obs[:, 2] + 0.3 * rng.normal(size=len(obs)) > 0).astype(np.int64)
+
+    def act(params: Any, inputs: Any, state: Any, key: Any) -> Acted:
+        action = draw(inputs.obs)
+        return Acted(action, extras={"action": action})
+
+    make = partial(gym.make, "CartPole-v1", max_episode_steps=40)  # both ends: fallen, and out of time
+    vector = gym.vector.SyncVectorEnv([make] * envs)
+    obs, _ = vector.reset(seed=7)
+    record: tuple[Any, ...] = (np.zeros(envs, np.float32), np.zeros(envs, bool), np.zeros(envs, bool), np.ones(envs, bool))
+    expected: list[list[tuple[Any, ...]]] = []
+    for _ in range(rollouts):
+        steps = []
+        for t in range(length + 1):
+            action = draw(obs)
+            steps.append((obs.copy(), action, *record))
+            if t < length:
+                ended = record[1] | record[2]
+                obs, reward, terminated, truncated, _ = vector.step(action)
+                record = (reward.astype(np.float32), terminated, truncated, ended)
+        expected.append(steps)
+    vector.close()
+
+    rng = np.random.default_rng(0)
+    ends = np.zeros(2, int)
+    with SlotLoader(make, envs, seed=7, num_workers=2, timeout=None) as loader, slotloader.to_numpy(loader) as batches:
+        for steps, unroll in zip(expected, batches.rollout(act, length=length), strict=False):
+            truth = [np.stack(column) for column in zip(*steps, strict=True)]
+            kinds = unroll.discount == 0, unroll.step_type == 3, unroll.is_first
+            found = unroll.obs, unroll.extras["action"], unroll.reward, *kinds
+            for one, other in zip(found, truth, strict=True):
+                np.testing.assert_array_equal(one, other)
+            assert (unroll.valid == ~truth[5][1:]).all()
+            ends += truth[3].sum(), truth[4].sum()
+    assert ends.min() > 0

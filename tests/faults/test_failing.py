@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import signal
 import statistics
 import threading
@@ -385,8 +386,9 @@ def test_each_restart_is_logged_once_with_its_reason(how: dict[str, Any], caplog
     with SlotLoader(partial(Sick, ills=[(0, "raise", "step", 3), (1, "raise", "reset", 1)]), 2, **how) as loader:
         play = Play(loader)
         play.until(lambda: play.life(1) == 2)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
+    messages, more = ([r.getMessage() for r in caplog.records if r.levelname == level] for level in ("WARNING", "INFO"))
+    assert len(messages) == len(more) == 2
+    assert all(re.search(r"traceback in the worker:\nTraceback .*\n.*line \d+, in (step|reset)\n", text, re.S) for text in more)
     assert "slot 1 " in messages[0]
     assert "env.step raised ValueError at step 3: the robot fell over; restarting (1 of 5 in 300 s)" in messages[0]
     assert "env.reset raised ValueError: the robot fell over; restarting (2 of 5 in 300 s)" in messages[1]
