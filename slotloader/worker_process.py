@@ -21,6 +21,8 @@ from slotloader.layout import MAX_RECEIVERS, Layout
 from slotloader.reports import Failed, shortened
 from slotloader.signals import SemaphoreSignal, make_fence
 
+_CROWD = 2  # more workers per core should not preempt the trainer; with fewer it costs (decision 0008)
+
 
 class PickledSpaces:
     """Spaces as bytes: the trainer unpickles them only if the user asks for them."""
@@ -50,6 +52,7 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
         config, affinity = _configuration(channel, report)
     except EOFError:
         return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if affinity:
         os.sched_setaffinity(0, affinity)
     worker = workers.make_worker(config, report)
@@ -66,9 +69,11 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
             table = slots.attach(message[0], fds[0])
             os.close(fds[0])
             receivers = [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]]
-            wake, fence = semaphores[MAX_RECEIVERS:][config.index :: (len(semaphores) - MAX_RECEIVERS) // 2]
+            count = (len(semaphores) - MAX_RECEIVERS) // 2  # of workers
+            wake, fence = semaphores[MAX_RECEIVERS:][config.index :: count]
             worker.attach(table, receivers, make_fence(fence))
-            _yield_to_the_trainer()
+            if count > _CROWD * cores:
+                _yield_to_the_trainer()
             worker.run(
                 SemaphoreSignal(wake),
                 lambda: early.popleft() if early else _next_command(channel),
