@@ -17,7 +17,7 @@ test: $(VENV)/.dev ## lint, types, every test; ARGS="-k former"
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/.bench ## every benchmark, medians of five runs
-	for name in dispatch slow_reset heavy pixels consumer_cpu startup recovery overlap adapter_cost inference_path learners; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in dispatch slow_reset heavy pixels consumer_cpu startup recovery overlap adapter_cost inference_path learners on_policy; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -14,6 +14,7 @@ from torch import nn
 from slotloader.device_batches import DeviceBatches
 from slotloader.devices import Adopted, HostOps, Own, Stream, aligned_buffer, map_tree
 from slotloader.loader import SlotLoader
+from slotloader.policies import positional
 from slotloader.preparation import FrameStack
 from slotloader.receiver import Receiver
 from slotloader.specs import Array
@@ -69,7 +70,7 @@ def to_torch(
       float64: "float32" halves doubles on the way, "keep" does not.
       dtype: for float leaves of the observation, on the device, e.g. `torch.bfloat16`.
       frame_stack: number of frames to stack on the device, or a dict from key to number; the stack is the first axis of a row.
-      seed: of the policies' randomness; default the loader's.
+      seed: of the randomness of policies that are not compiled; default the loader's.
 
     Returns:
       Batches to iterate, to `run` a policy on, and to close.
@@ -214,7 +215,7 @@ class TorchOps(HostOps):
         if not isinstance(policy, nn.Module):
             return Adopted(policy, None if params is None else self.snapshot(params))
         policy.to(self.device)
-        has_contract = len(inspect.signature(policy.forward).parameters) == 4
+        has_contract = positional(policy.forward)[0] == 4
         if params is None:
             own = Own(lambda: dict(policy.state_dict()), policy.load_state_dict)
             if has_contract:

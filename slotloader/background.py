@@ -48,12 +48,11 @@ class Background(Iterator[Unroll]):
     def __init__(
         self, batches: DeviceBatches, policy: Policy, unrolls: Unrolls, queue: int, on_full: OnFull, max_lag: int | None
     ) -> None:
-        require_count("queue", queue)
-        require_count("max_lag", max_lag, 0, optional=True)
         if on_full not in ("block", "drop_oldest"):
             raise ValueError(f"on_full: expected 'block' or 'drop_oldest', found {on_full!r}")
         self._batches, self._policy, self._unrolls = batches, policy, unrolls
-        self._size, self._blocks, self._max_lag = queue, on_full == "block", max_lag
+        self._size, self._blocks = require_count("queue", queue), on_full == "block"
+        self._max_lag = require_count("max_lag", max_lag, 0, optional=True)
         self._queue: deque[Unroll] = deque()
         self._episodes: list[Episode] = []
         self._changed = threading.Condition()
@@ -118,8 +117,9 @@ class Background(Iterator[Unroll]):
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._turn()
+            with self._batches.released_on_error():
+                while not self._stopping:
+                    self._turn()
         except (_Stop, LoaderClosed):
             pass
         except BaseException as error:  # raised to the learner
@@ -129,13 +129,9 @@ class Background(Iterator[Unroll]):
 
     def _turn(self) -> None:
         batch = self._batches.recv()
-        try:
-            batch.host.sequence, batch.obs  # noqa: B018  read while leased: unrolls come after the answer, which wakes envs
-            acted = self._policy(batch)
-            batch.send(acted.action)
-        except BaseException:
-            batch.release()
-            raise
+        batch.host.sequence, batch.obs  # noqa: B018  read while leased: unrolls come after the answer, which wakes envs
+        acted = self._policy(batch)
+        batch.send(acted.action)
         unrolls = self._unrolls.add(batch, acted.action, acted.extras, acted.state, batch.version)
         with self._changed:
             self.env_steps += batch.env_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,9 @@ class BytesColumn:
 
     def __getitem__(self, row: Any) -> Any:
         """The value of one row; for a slice, a mask or indices a `BytesColumn` of those rows."""
-        if not isinstance(row, (int, np.integer)):
+        try:
+            row = operator.index(row)
+        except TypeError:
             return BytesColumn(self._leaf, self.data[row], self.lengths[row])
         return values.decode(self._leaf, self.data[row, : self.lengths[row]].tobytes())
 
@@ -134,11 +137,12 @@ class Batch:
       episodes: the episodes that failures have cut before these records, then those that these records end, in row order.
       released: the batch was given back by `release`.
       promised: how many of its rows have actions that are on their way from a device.
+      before_release: what an adapter does first when the batch is released, until it is answered; says whether to go on.
     """
 
     __slots__ = (
         "_info", "_last_action", "_left", "_max_get", "_obs", "_open", "_receiver", "_rows", "_sequence", "_serial",
-        "_taken_ns", "env_indices", "episodes", "promised", "released", "reward", "step_type",
+        "_taken_ns", "before_release", "env_indices", "episodes", "promised", "released", "reward", "step_type",
     )  # fmt: skip
 
     def __init__(
@@ -165,6 +169,7 @@ class Batch:
         self._open: Array | None = None  # slots not yet answered, once some have been
         self.released = False
         self.promised = 0
+        self.before_release: Callable[[], bool] | None = None
         self.env_indices = env_indices
         self.reward = reward
         self.step_type = step_type
@@ -264,7 +269,8 @@ class Batch:
 
     def release(self) -> None:
         """Gives the slots back without an action; their records are ready again, for this or a later `recv`."""
-        self._receiver.release(self)
+        if self.before_release is None or self.before_release():
+            self._receiver.release(self)
 
     def open_slots(self) -> Array:
         """Int64 (N,): the slots that have not been answered."""

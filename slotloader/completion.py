@@ -129,9 +129,10 @@ class Completer:
                 self._leave(pending)
             except BaseException as error:  # the next call of the consumer raises it
                 self._leave(pending, failed=True)
-                if not self._closed:
-                    self._receiver.fail(error)
-                self._receiver.promise(pending.batch, 0)
+                if self._closed:
+                    self._receiver.promise(pending.batch, 0)
+                else:
+                    self._receiver.fail(error, pending.batch)
             with self._changed:
                 self._pending.popleft()
                 self._changed.notify_all()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slotloader.batches import Batch, Episode
 from slotloader.devices import DeviceOps
 from slotloader.errors import LeaseExpired
@@ -87,6 +89,14 @@ class DeviceBatch:
         """Says what the rows of a recurrent state were before it was acted on; records that are released come again."""
         if all(known is not state for known, _ in self._states):
             self._states.append((state, rows))
+
+    def restore(self) -> None:
+        """Takes recurrent states back to before a policy acted, for the rows that have not been answered."""
+        states, self._states = self._states, []
+        if states and not self.host.answered:
+            slots = self._whose.slots_of(self, np.isin(self.host.env_indices, self.host.open_slots()))
+            for state, before in states:
+                state.scatter(self, before, slots)
 
     def __len__(self) -> int:
         return self.host.size
@@ -203,7 +213,7 @@ class DeviceBatch:
 
     def release(self) -> None:
         """Gives the slots back without an action; their records are ready again."""
-        self._whose.release(self)
+        self.host.release()
 
     def __repr__(self) -> str:
         return f"DeviceBatch({self.size} of {self.bucket} rows, {self.host!r})"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,7 @@ class DeviceBatches:
       float64: "float32" halves doubles on the way, "keep" does not.
       dtype: for float leaves of the observation, on the device, e.g. "bfloat16".
       frame_stack: number of frames to stack on the device, or a dict from key to number; the stack is the first axis of a row.
-      seed: of the policies' randomness; default the loader's.
+      seed: of the policies' randomness; default the loader's. Compiled torch policies have none.
       divisor: every bucket divides by it.
     """
 
@@ -98,7 +100,7 @@ class DeviceBatches:
     ) -> None:
         if not isinstance(source, (SlotLoader, Receiver)):
             raise TypeError(f"loader: expected a SlotLoader or a receiver of loader.split, found {source!r:.200}")
-        require_count("in_flight", in_flight)
+        in_flight = require_count("in_flight", in_flight)
         receiver = source.receiver
         if receiver.closed:
             raise LoaderClosed("the loader was closed; build a new SlotLoader")
@@ -158,6 +160,7 @@ class DeviceBatches:
         host = self._receiver.recv(**limits) if limits else self._receiver.recv()
         try:
             batch = DeviceBatch(self, host, self.staging.bucket_of(host.size))
+            host.before_release = partial(self._before_release, batch)
             if hidden:
                 batch._arrays["hidden"], batch._stage = self.staging.put(host, hidden, hidden=True)
             elif not self.ops.lazy:
@@ -214,6 +217,8 @@ class DeviceBatches:
             shape = (len(landing), *leaf.shape) if isinstance(landing, list) else tuple(landing.shape)
             if shape not in ((batch.bucket, *leaf.shape), (host.size, *leaf.shape)):
                 self._refuse(batch, leaf, shape)
+        if hold is not None and hold.all():
+            return
         landed = ops.record(Stream.D2H)
         stage, batch._stage = batch._stage, None
         give_back = None if stage is None else lambda: self.staging.give_back(stage)
@@ -241,21 +246,36 @@ class DeviceBatches:
             f"shape {leaf.shape}, found shape {shape}{remedy}"
         )
 
-    def release(self, batch: DeviceBatch) -> None:
-        """`DeviceBatch.release`."""
-        if batch.host.promised == batch.host.size:
-            return
-        while batch.host.promised and self._completer.drain(CLOSE_TIMEOUT):  # the rows that were sent are on their way
+    def _before_release(self, batch: DeviceBatch) -> bool:
+        """What `Batch.release` does first: recurrent states go back, the stage is free; False while all is on its way."""
+        host = batch.host
+        if host.promised == host.size:
+            return False
+        while host.promised and self._completer.drain(CLOSE_TIMEOUT):  # the rows that were sent are on their way
             pass
-        if batch._states and not batch.host.answered:
-            slots = self.slots_of(batch, np.isin(batch.host.env_indices, batch.host.open_slots()))
-            for state, before in batch._states:
-                state.scatter(batch, before, slots)
-            batch._states.clear()
-        batch.host.release()
-        if batch._stage is not None:
-            self.staging.give_back(batch._stage)
-            batch._stage = None
+        stage, batch._stage = batch._stage, None
+        if stage is not None:
+            self.staging.give_back(stage)
+        try:
+            batch.restore()
+        except BaseException:
+            self._receiver.release(host)
+            raise
+        return True
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """If the block raises, every batch that was received in it is released, once those on their way have landed."""
+        mine = self._mine = [host for host in self._mine if not host.answered]
+        before = set(map(id, mine))
+        try:
+            yield
+        except BaseException:
+            self._completer.drain(CLOSE_TIMEOUT)
+            for host in self._mine:
+                if id(host) not in before:
+                    host.release()
+            raise
 
     # Policies.
 
@@ -370,20 +390,15 @@ class DeviceBatches:
         unit, total = ("env steps", env_steps) if episodes is None else ("episodes", episodes)
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
-        source = _Batches(self, acting.names if hidden else ())
-        try:
-            for batch in BoundedIterator(source, total, unit, progress):
+        with self.released_on_error():
+            for batch in BoundedIterator(_Batches(self, acting.names if hidden else ()), total, unit, progress):
                 acted = acting.act(batch._arrays["hidden"] if hidden else batch.select(acting.names), batch)
                 if on_batch is not None:
                     on_batch(batch, acted)
                 batch.send(acted.action)
                 batches, steps = batches + 1, steps + batch.env_steps
                 ended.extend(batch.episodes)
-        except BaseException:
-            if source.newest is not None and not source.newest.answered:
-                source.newest.release()
-            raise
-        self.drain()
+            self.drain()
         return Run(steps, batches, time.monotonic() - began, ended)
 
     def rollout(self, policy: Any, *, length: int, quorum: float | None = None) -> Rollouts:
@@ -436,7 +451,7 @@ class DeviceBatches:
         self._completer.close(CLOSE_TIMEOUT)
         for host in self._mine:
             if not (host.answered or self._receiver.closed):
-                host.release()
+                self._receiver.release(host)
         self._mine.clear()
 
     def __enter__(self) -> DeviceBatches:
@@ -455,14 +470,12 @@ class _Batches(Iterator[DeviceBatch]):
 
     def __init__(self, whose: DeviceBatches, hidden: tuple[str, ...] = ()) -> None:
         self._whose, self._hidden = whose, hidden
-        self.newest: DeviceBatch | None = None  # Ctrl-C may strike before the loop over it has it
 
     def __next__(self) -> DeviceBatch:
         try:
-            self.newest = self._whose._next(self._whose._limits, self._hidden)
+            return self._whose._next(self._whose._limits, self._hidden)
         except LoaderClosed:
             raise StopIteration from None
-        return self.newest
 
 
 def _texts(values: Any, sizes: tuple[int, int]) -> list[Any]:

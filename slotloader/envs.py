@@ -84,8 +84,7 @@ def factories(envs: Any, num_envs: int | None = None, env_kwargs: dict[str, Any]
     factory = _factory(envs, env_kwargs, "envs")
     if num_envs is None:
         raise ValueError("num_envs: expected how many copies of the env to run, found None; pass num_envs=8, say")
-    require_count("num_envs", num_envs)
-    return [factory] * int(num_envs)
+    return [factory] * require_count("num_envs", num_envs)
 
 
 def _factory(env: Any, kwargs: dict[str, Any] | None, where: str) -> EnvFactory:

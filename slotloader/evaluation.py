@@ -126,8 +126,7 @@ def evaluate(
     """
     if not isinstance(loader, (SlotLoader, Receiver, DeviceBatches)):
         raise TypeError(f"loader: expected a SlotLoader, a receiver or an adapter (to_torch, ...), found {loader!r:.200}")
-    require_count("episodes", episodes)
-    require_count("seed", seed, 0)
+    episodes, seed = require_count("episodes", episodes), require_count("seed", seed, 0)
     side = _DeviceSide(loader, policy) if isinstance(loader, DeviceBatches) else _HostSide(loader, policy)
     receiver = side.receiver
     side.settle()

@@ -41,8 +41,7 @@ class Request:
         Raises:
           ValueError: names the argument, what was expected and what was found.
         """
-        require_count("min_get", min_get)
-        require_count("max_get", max_get, optional=True)
+        min_get, max_get = require_count("min_get", min_get), require_count("max_get", max_get, optional=True)
         if max_get is not None and max_get < min_get:
             raise ValueError(f"max_get: expected at least min_get={min_get}, found {max_get}")
         if min_get > num_slots:
@@ -52,7 +51,7 @@ class Request:
             if seconds is not None and not (number and seconds >= 0):  # NaN fails too
                 raise ValueError(f"{name}: expected seconds of at least 0 or None, found {seconds!r}")
         longest = [None if seconds is None else min(float(seconds), _LONGEST) for seconds in (timeout, stall_timeout)]
-        return cls(int(min_get), num_slots if max_get is None else min(int(max_get), num_slots), *longest)
+        return cls(min_get, num_slots if max_get is None else min(max_get, num_slots), *longest)
 
 
 class Wait(NamedTuple):

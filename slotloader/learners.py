@@ -260,7 +260,7 @@ class Transitions(_Assembler):
     """
 
     def __init__(self, loader: Source, n_step: int = 1, gamma: float = 0.99) -> None:
-        require_count("n_step", n_step)
+        n_step = require_count("n_step", n_step)
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma: expected 0 to 1, found {gamma!r}")
         super().__init__(loader, n_step + 1)
@@ -362,8 +362,8 @@ class Unrolls(_Assembler):
     """
 
     def __init__(self, loader: Source, length: int, batch_size: int = 1, overlap: int = 0) -> None:
-        for name, value, least in (("length", length, 1), ("batch_size", batch_size, 1), ("overlap", overlap, 0)):
-            require_count(name, value, least)
+        length, batch_size = require_count("length", length), require_count("batch_size", batch_size)
+        overlap = require_count("overlap", overlap, 0)
         if overlap >= length:
             raise ValueError(f"overlap: expected less than length={length}, found {overlap}")
         super().__init__(loader, length + 1)

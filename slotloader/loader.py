@@ -125,20 +125,18 @@ class SlotLoader:
     ) -> None:
         factories = env_sources.factories(envs, num_envs, env_kwargs)
         self._request = (min_get, max_get, timeout, stall_timeout)
-        if capacity is not None:
-            require_count("capacity", capacity, len(factories))
+        capacity = require_count("capacity", capacity, len(factories), optional=True)
         self.num_slots = capacity or len(factories)
         self.request_for(self.num_slots)
         self._env_steps = self._episodes = 0  # of the run, before the meters last started anew
         self.seed = _checked_seed(seed)
         self.backend, self.debug = backend, debug
-        require_count("spares", spares, 0)
+        spares = require_count("spares", spares, 0)
         if spares and backend == "inline":
             raise ValueError("spares: expected 0 with backend='inline', which has no threads; use 'thread' or 'process'")
-        if recycle_after is not None:
-            require_count("recycle_after", recycle_after, 1)
-            if spares:
-                raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
+        recycle_after = require_count("recycle_after", recycle_after, optional=True)
+        if recycle_after is not None and spares:
+            raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
         self.limits = Limits(on_failure, max_restarts, restart_window, start_timeout, step_timeout, reset_timeout)
         if on_reset is not None and not callable(on_reset):
             raise TypeError(f"on_reset: expected a function of an EpisodeKey, found {on_reset!r}")
@@ -609,9 +607,8 @@ def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, ba
     """
     if backend == "inline":
         return [num_envs]
-    for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
-        if value is not None:
-            require_count(name, value, 1)
+    num_workers = require_count("num_workers", num_workers, optional=True)
+    envs_per_worker = require_count("envs_per_worker", envs_per_worker, optional=True)
     if num_workers is not None and envs_per_worker is not None and -(-num_envs // envs_per_worker) != num_workers:
         raise ValueError(
             f"num_workers={num_workers} and envs_per_worker={envs_per_worker}: expected to agree for {num_envs} envs; "

@@ -44,7 +44,8 @@ class Acted(NamedTuple):
 
     Attributes:
       action: tree of (bucket, ...), by the action space.
-      state: the new recurrent state, a tree of (bucket, ...) like the one given.
+      state: the new recurrent state, a tree of (bucket, ...) like the one given; of arrays of its own, since what was given
+        is kept for learners and for records that are released.
       extras: what a learner wants to keep, e.g. log-probabilities and values; a dict of (bucket, ...).
     """
 
@@ -65,7 +66,7 @@ def as_contract(policy: Callable[..., Any], has_params: bool) -> tuple[Callable[
     """
     if not callable(policy):
         raise TypeError(f"policy: expected a callable, found {policy!r:.200}")
-    least, most = _positional(policy)
+    least, most = positional(policy)
     if least == 4:
         return lambda params, inputs, state, key: _as_acted(policy(params, inputs, state, key)), False
     if has_params and least <= 2 <= most:
@@ -78,7 +79,7 @@ def as_contract(policy: Callable[..., Any], has_params: bool) -> tuple[Callable[
     )
 
 
-def _positional(policy: Callable[..., Any]) -> tuple[int, float]:
+def positional(policy: Callable[..., Any]) -> tuple[int, float]:
     """Fewest and most positional arguments that it takes."""
     try:
         parameters = list(inspect.signature(policy).parameters.values())
@@ -309,7 +310,8 @@ class Policy:
         acted, tables = self.ops.compute(step, self._params, tables, tuple(arrays), self._next_key())
         if state is not None:
             state.tables = tables
-            batch.acted_from(state, acted.state)
         if self._static_outputs:
             acted = self.ops.tree_map(self.ops.own, acted)  # fence
+        if state is not None:
+            batch.acted_from(state, acted.state)
         return acted  # type: ignore[no-any-return]

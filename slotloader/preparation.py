@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.arguments import is_integer
 from slotloader.devices import DeviceOps
 from slotloader.specs import Kind, Leaf, leaves, show_path
 from slotloader.staging import Plan
@@ -122,7 +123,7 @@ def _frames_by_leaf(kinds: Sequence[Leaf], frame_stack: FrameStack | None) -> li
     asked = {key if isinstance(key, tuple) else (key,): count for key, count in frame_stack.items()}
     unknown = [key for key in asked if key not in names]
     unknown += [leaf.path[1:] for leaf in kinds if leaf.kind is not Kind.ARRAY and leaf.path[1:] in asked]
-    wrong = [count for count in asked.values() if isinstance(count, bool) or not isinstance(count, int) or count < 1]
+    wrong = [count for count in asked.values() if not is_integer(count) or count < 1]
     if unknown or wrong:
         arrays = [leaf.path[1:] for leaf in kinds if leaf.kind is Kind.ARRAY]
         raise ValueError(f"frame_stack: expected keys of {arrays} and numbers of at least 1, found {unknown or wrong}")

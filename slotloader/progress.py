@@ -80,8 +80,7 @@ class BoundedIterator(Iterator[B], Generic[B]):
     """
 
     def __init__(self, source: Iterable[B], total: Any, unit: str, progress: bool | None) -> None:
-        require_count(unit, total)
-        self._total, self._unit = total, unit
+        self._total, self._unit = require_count(unit, total), unit
         self._batches = iter(source)
         self._bar = ProgressBar(progress)
         self._start = time.monotonic()

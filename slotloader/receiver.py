@@ -98,7 +98,7 @@ class Receiver:
         self._failure: BaseException | None = None  # of a thread that sends for us; the next `recv` raises it
         self._alive = int(np.count_nonzero(self._states != _DEAD))
         self._unanswered: dict[int, Batch] = {}
-        self._warned = False
+        self._warned = self._buried = False
         self.retired = False  # replaced by `split`
         self.meter = Meter()
 
@@ -284,6 +284,7 @@ class Receiver:
             request = Request(self._alive, max(self._alive, 1), request.timeout, request.stall_timeout)
         if request.min_get <= expected:
             return request
+        self.raise_failure()  # it may be why fewer are expected than a moment ago
         held = "; ".join(
             f"batch of {batch.size} with slots {batch.env_indices.tolist()[:8]}{'...' if batch.size > 8 else ''}"
             for batch in list(self._unanswered.values())[:4]
@@ -506,6 +507,7 @@ class Receiver:
                 batch.promised = min(still.size, batch.promised)
                 held.update(still.tolist())
                 if still.size == 0:
+                    batch.before_release = None
                     del self._unanswered[serial]
             self._promised = sum(batch.promised for batch in self._unanswered.values())
             leased = np.flatnonzero(self._states == _LEASED) + self._first
@@ -551,7 +553,7 @@ class Receiver:
         self._alive -= int(lost.sum())
         self.meter.dropped_actions += int(lost.sum())
         self._doomed.difference_update(slots[lost].tolist())
-        self._signal.post()  # a recv that sleeps may count on these slots
+        self._buried = self._buried or bool(lost.any())
         return np.asarray(slots[~lost])
 
     def _close(self, batch: Batch, rows: int, answered: bool) -> None:
@@ -560,11 +562,15 @@ class Receiver:
             kept = min(rows, batch.promised)
             batch.promised -= kept
             self._promised -= kept
+            if self._buried:
+                self._signal.post()  # a recv that sleeps may count on the slots that have none any more
+        self._buried = False
         if batch._rows:
             for view in batch._rows:
                 view.expire()
             batch._rows = None
         if batch._left == 0:
+            batch.before_release = None
             del self._unanswered[batch._serial]
             self.meter.batch_closed(monotonic_ns(), batch._taken_ns, answered)
 
@@ -583,10 +589,19 @@ class Receiver:
         """How many slots can become ready: neither lost nor leased for longer than their actions are on their way."""
         return self._alive - self._leased + self._promised
 
-    def fail(self, error: BaseException) -> None:
-        """Has the `recv` that runs, or else the next one, raise `error`, unless it has another to raise already."""
-        if self._failure is None:
-            self._failure = error
+    def fail(self, error: BaseException, batch: Batch | None = None) -> None:
+        """Has the `recv` that runs, or else the next one, raise `error`, unless it has another to raise already.
+
+        Args:
+          error: what is raised.
+          batch: what was promised for it is taken back, in one go: whoever sees the error finds the batch unanswered.
+        """
+        with self._lock:
+            if batch is not None:
+                self._promised -= batch.promised
+                batch.promised = 0
+            if self._failure is None:
+                self._failure = error
         self._signal.post()
 
     def forget(self, error: BaseException) -> None:
@@ -596,7 +611,8 @@ class Receiver:
 
     def raise_failure(self) -> None:
         """Raises what `fail` was told, once."""
-        error, self._failure = self._failure, None
+        with self._lock:
+            error, self._failure = self._failure, None
         if error is not None:
             raise error
 

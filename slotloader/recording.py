@@ -70,8 +70,7 @@ class Recording:
         encode = _encoder_for(self.path)
         if frames is not None and episodes is not None:
             raise ValueError(f"record: expected one of frames and episodes, found frames={frames}, episodes={episodes}")
-        require_count("frames", frames, optional=True)
-        require_count("episodes", episodes, optional=True)
+        frames, episodes = (require_count(name, n, optional=True) for name, n in (("frames", frames), ("episodes", episodes)))
         if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100:
             raise ValueError(f"fps: expected a number above 0 and at most 100, found {fps!r}")
         self.slot, self._loader, self._table = slot, loader, loader.table

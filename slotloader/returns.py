@@ -168,7 +168,7 @@ def n_step_returns_with(
     maths: Maths, rewards: Any, discounts: Any, values: Any, bootstrap_value: Any, n: int, valid: Any
 ) -> Any:
     """`n_step_returns` in any framework."""
-    require_count("n", n)
+    n = require_count("n", n)
     unroll = _Unroll(maths, rewards, discounts, values, bootstrap_value, valid)
     targets = unroll.values
     for _ in range(min(n, targets.shape[0])):

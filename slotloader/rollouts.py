@@ -46,20 +46,20 @@ class Rollouts(Iterator[Unroll]):
         self.env_steps = 0
 
     def __next__(self) -> Unroll:
-        batches, receiver = self._batches, self._batches.receiver
         self.episodes = []
         self._unrolls.begin(self._slots)
         self._release()
+        with self._batches.released_on_error():
+            return self._collect()
+
+    def _collect(self) -> Unroll:
+        batches, receiver = self._batches, self._batches.receiver
         done = 0
         wanted = len(self._slots) * (1.0 if self._quorum is None else self._quorum)
         while not done or (receiver.expected and done < wanted):
             batch = batches.recv(min_get=min(receiver.request.min_get, max(receiver.expected, 1)))
             fresh = self._unrolls.are_new(batch)  # what waited at the barrier has been counted
-            try:
-                done += self._act(batch)
-            except BaseException:
-                batch.release()
-                raise
+            done += self._act(batch)
             known = set(batch.host.env_indices[~fresh].tolist())
             self.episodes.extend(episode for episode in batch.episodes if episode.slot not in known)
             self.env_steps += int(np.count_nonzero(batch.host.step_type[fresh]))

@@ -454,12 +454,12 @@ class EnvRunner:
 
     def _remark_unseen(self, info: Mapping[str, Any]) -> None:
         keys = [key for key in {**self._last_info, **info} if isinstance(key, str)]
-        for name in sorted(self._unseen):
+        unseen, self._unseen = [name for name in self._unseen if isinstance(name, str)], set()
+        for name in unseen:
             close = difflib.get_close_matches(name, keys, 1)
             meant = f"did you mean {close[0]!r}?" if close else "it is zero until an info has it"
-            text = f"info: expected the declared column {name!r} in some info of slot {self.slot}'s first episode, found {keys}"
+            text = f"info: expected the declared column {name!r} in an episode of slot {self.slot}, found {keys[:16]!r:.600}"
             self.remark(Remark(f"info {name}", f"{text}; {meant}"))
-        self._unseen = set()
 
     def _write_last_info(self, info: Mapping[str, Any]) -> None:
         data = pack_info(info)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slotloader.arguments import is_integer
 from slotloader.batches import Batch
 from slotloader.buffers import BufferPool
 from slotloader.devices import DeviceOps, Stream
@@ -48,7 +49,7 @@ def checked_buckets(buckets: Sequence[int] | None, max_get: int, divisor: int = 
     if not isinstance(buckets, Sequence) or isinstance(buckets, str):
         raise TypeError(f"buckets: expected a sequence of sizes, e.g. (8, 32), found {buckets!r}")
     chosen = list(buckets)
-    wrong = [size for size in chosen if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1]
+    wrong = [size for size in chosen if not is_integer(size) or size < 1]
     if wrong:
         raise ValueError(f"buckets: expected positive integers, found {wrong[:8]}")
     if chosen and max(chosen) > -(-max_get // divisor) * divisor:

@@ -54,7 +54,7 @@ class Worker:
 
     Args:
       config: what to host.
-      report: takes `Built`, `Failed` and `Answer` reports to the trainer.
+      report: takes `Built`, `Failed`, `Answer` and `Remark` reports to the trainer.
       in_process: worker and trainer share a process, so exceptions can be passed on as they are.
     """
 

@@ -20,6 +20,7 @@ from toys import Gated, episode_length
 from slotloader import Acted, ActionError, Inputs, LoaderClosed, SlotLoader
 from slotloader.device_batches import DeviceBatches
 from slotloader.devices import HostOps
+from slotloader.learners import Unrolls
 
 INLINE: dict[str, Any] = {"backend": "inline", "timeout": None}
 
@@ -456,6 +457,84 @@ def test_stopping_a_run_between_two_lines_leaves_nothing_leased(adapt: Adapt, mo
             assert not loader.unanswered
         monkeypatch.undo()
         assert batches.run(policy, env_steps=100).env_steps == 100
+
+
+class Failing(Later):
+    """Loses the results that the test counts out."""
+
+    def __init__(self, failing: set[int]) -> None:
+        super().__init__()
+        self.failing, self.waits = failing, 0
+
+    def host_wait(self, event: Any) -> None:
+        self.waits += 1
+        if self.waits in self.failing:
+            raise OSError(f"result {self.waits} is lost")
+
+
+def counted(params: Any, inputs: Inputs, state: Any, key: Any) -> Acted:
+    """Sends how many records of the episode it has seen."""
+    return Acted(state["n"] + 1, {"n": state["n"] + 1})
+
+
+class CountsRecords(gym.Env):
+    """Fails for an action that is not the number of records of its episode."""
+
+    observation_space, action_space = Box(0, 1, (1,), np.float32), Discrete(1000)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 1
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> Any:
+        assert action == self.t
+        self.t += 1
+        return np.zeros(1, np.float32), 1.0, self.t == 9, False, {}
+
+
+@pytest.mark.parametrize("how", ["run", "rollout", "background"])
+def test_batches_whose_actions_are_lost_on_their_way_back_are_released_with_their_state(how: str) -> None:
+    with (
+        SlotLoader(CountsRecords, 4, on_failure="raise", max_get=2, **INLINE) as loader,
+        DeviceBatches(loader, Failing({3, 4, 9, 14}), buckets=(2,)) as batches,
+    ):
+        policy = batches.policy(counted, state={"n": np.zeros((), np.int64)})
+        rollouts = batches.rollout(policy, length=5)
+        failures = 0
+        for _ in range(12):
+            try:
+                if how == "run":
+                    batches.run(policy, env_steps=12)
+                elif how == "rollout":
+                    unroll = next(rollouts)
+                    assert (unroll.valid | unroll.is_first[1:]).all(), "a slot stands still"
+                else:
+                    with batches.background(policy, unrolls=Unrolls(batches, 5, 4)) as actor:
+                        next(actor)
+            except OSError:
+                failures += 1
+            assert how == "rollout" or not loader.unanswered
+        rollouts.close()
+        assert not loader.unanswered
+        assert failures >= 2
+        assert batches.run(policy, env_steps=100).env_steps >= 100
+
+
+def test_rows_that_wait_are_released_when_the_rest_is_still_on_its_way() -> None:
+    def stop(batch: Any, acted: Acted) -> None:
+        batch.send(acted.action, hold=np.array([True, False, False, False]))
+        raise InterruptedError
+
+    with SlotLoader(Narrow, 4, **INLINE) as loader, DeviceBatches(loader, Later(), buckets=(4,)) as batches:
+        for _ in range(5):
+            with pytest.raises(InterruptedError):
+                batches.run(lambda obs: obs[:, 0] * 0, env_steps=100, on_batch=stop)
+            assert not loader.unanswered
+        batch = batches.recv(4)
+        batch.send(np.zeros(4, np.int64), hold=np.ones(4, bool))
+        assert not batch.answered
+        batch.release()
+        assert batches.recv(4).size == 4
 
 
 def test_a_device_that_fails_raises_its_own_exception_and_close_ends() -> None:

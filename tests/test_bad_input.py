@@ -204,6 +204,7 @@ def test_text_sequence_and_graph_arrive_up_to_their_capacity_and_one_byte_more_n
             for rows in (slice(0, 1), [0], np.array([True])):
                 assert batch.obs["html"][rows].tolist() == [texts[t]]
             assert len(batch.obs["html"][1:]) == 0
+            assert batch.obs["html"][np.array(0)] == texts[t]
             assert batch.obs["html"].data.shape == (1, 100)
             links = batch.obs["links"][0]
             assert [link.tolist() for link in links] == [[i / 8] * 2 for i in range(t % 4)]
@@ -397,7 +398,7 @@ class Informed(gym.Env):
 def test_a_declared_column_that_no_info_has_is_logged_once_with_the_key_that_it_may_have_meant(
     how: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    columns = dict.fromkeys(("start", "speed", "sucess", "late"), np.float32)
+    columns: dict[Any, Any] = dict.fromkeys(("start", "speed", "sucess", "late", 3), np.float32)
     with SlotLoader(Informed, 4, info=columns, timeout=None, **how) as loader:
         for _ in range(12):
             batch = loader.recv(4)
@@ -406,8 +407,8 @@ def test_a_declared_column_that_no_info_has_is_logged_once_with_the_key_that_it_
         until(lambda: len(caplog.records) >= 2)
     first, second = sorted(record.getMessage() for record in caplog.records)
     assert re.fullmatch(
-        r"info: expected the declared column 'late' in some info of slot \d's first episode, found "
-        r"\['start', 'speed', 'success'\]; it is zero until an info has it",
+        r"info: expected the declared column 'late' in an episode of slot \d, found \['start', 'speed', 'success'\]; "
+        r"it is zero until an info has it",
         first,
     )
     assert re.fullmatch(r"info: .*'sucess'.*; did you mean 'success'\?", second)

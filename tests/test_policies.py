@@ -94,6 +94,10 @@ def test_a_torch_module_is_a_policy_with_its_own_weights_or_with_params() -> Non
         def forward(self, params: Any, inputs: Inputs, state: Any, key: Any) -> Any:
             return Acted(self.layer(inputs.obs).argmax(-1), state={"n": state["n"] + 1})
 
+    class Sampling(Net):
+        def forward(self, obs: Any, mask: Any = None, temperature: float = 1.0, sample: bool = False) -> Any:
+            return super().forward(obs / temperature)
+
     torch.manual_seed(0)
     net, other = Net(), Net()
     whole = Whole()
@@ -111,6 +115,8 @@ def test_a_torch_module_is_a_policy_with_its_own_weights_or_with_params() -> Non
         assert functional(batch).action.tolist() == first
         both = batches.policy(whole, params=dict(other.named_parameters()), state={"n": np.zeros((), np.int64)})
         assert both(batch).action.tolist() == second
+        sampling = batches.policy(Sampling(), params=dict(Sampling().named_parameters()))
+        assert sampling(batch).action.shape == (5,)
         with pytest.raises(ValueError, match=r"seed: expected None, since compiled policies of TorchOps get no key, found 3"):
             adapt.compile(batches, net, seed=3)
         own = adapt.compile(batches, net)

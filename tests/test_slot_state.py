@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -11,6 +12,8 @@ from gymnasium.spaces import Box
 from policies_toys import NAMES, Adapt, Replay, host
 
 from slotloader import Acted, Inputs, SlotLoader, SlotState
+from slotloader.device_batches import DeviceBatches
+from slotloader.devices import HostOps
 
 WIDTH, HIDDEN, SLOTS = 3, 4, 7
 
@@ -198,10 +201,12 @@ def test_the_reference_sees_a_state_that_is_not_reset(adapt: Adapt, env: Any, mo
     assert env.wrong > 10
 
 
-def test_the_state_of_released_records_goes_back_to_what_it_was(adapt: Adapt, env: type[Remembering]) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+def test_the_state_of_released_records_goes_back_to_what_it_was(adapt: Adapt, env: type[Remembering], compiled: bool) -> None:
     rng = np.random.default_rng(1)
     with fleet(env) as loader, adapt(loader) as batches:
-        acting = batches.policy(policy(adapt.xp), params=adapt.array(weights()), state=initial())
+        bind = partial(adapt.compile, batches) if compiled else batches.policy
+        acting = bind(policy(adapt.xp), params=adapt.array(weights()), state=initial())
         steps = released = 0
         while steps < many(adapt):
             batch = batches.recv()
@@ -210,7 +215,8 @@ def test_the_state_of_released_records_goes_back_to_what_it_was(adapt: Adapt, en
             if choice < 0.4:
                 if choice < 0.1:
                     acting(batch)  # acted on twice, and never answered
-                batch.release()
+                (batch, batch.host, loader.unanswered[0])[rng.integers(3)].release()
+                assert not loader.unanswered
                 released += 1
                 continue
             if choice < 0.6:  # some rows wait and come again
@@ -222,3 +228,43 @@ def test_the_state_of_released_records_goes_back_to_what_it_was(adapt: Adapt, en
             steps += batch.env_steps
     assert released > 10
     settle(env)
+
+
+class Replayed(HostOps):
+    """Compiled steps write their results to the same memory at each call, as CUDA graphs do."""
+
+    def static_outputs(self, options: dict[str, Any]) -> bool:
+        return True
+
+    def compile(self, step: Any, arguments: Any, options: dict[str, Any]) -> Any:
+        kept, _ = step(*arguments)
+
+        def replay(*arguments: Any) -> Any:
+            acted, tables = step(*arguments)
+            self.tree_map(np.copyto, kept, acted)
+            return kept, tables
+
+        return replay
+
+
+def test_the_state_goes_back_also_if_another_batch_was_acted_on_meanwhile_in_the_same_memory() -> None:
+    def act(params: Any, inputs: Inputs, state: Any, key: Any) -> Acted:
+        return Acted((state["n"] > 99).astype(np.int64), {"n": state["n"] + inputs.env_indices + 1})
+
+    with (
+        SlotLoader(Replay, 4, backend="inline", timeout=None, max_get=2) as loader,
+        DeviceBatches(loader, Replayed()) as batches,
+    ):
+        acting = batches.compile(act, state={"n": np.zeros((), np.int64)})
+        for _ in range(3):
+            batch = batches.recv(2)
+            batch.send(acting(batch).action)
+        before = acting.state.tables["n"].copy()
+        first, second = batches.recv(2), batches.recv(2)
+        assert before[first.host.env_indices].tolist() != before[second.host.env_indices].tolist()
+        acting(first), acting(second)
+        first.release()
+        slots = first.host.env_indices
+        assert acting.state.tables["n"][slots].tolist() == before[slots].tolist()
+        second.release()
+        assert acting.state.tables["n"][:4].tolist() == before[:4].tolist()
