@@ -33,7 +33,10 @@ class Channel:
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Sends one message; `fds` are duplicated into the receiver."""
-        payload = cloudpickle.dumps(message)
+        self.send_bytes(cloudpickle.dumps(message), fds)
+
+    def send_bytes(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Sends a message that has been pickled."""
         head = _LENGTH.pack(len(payload), len(fds))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._lock:

@@ -208,6 +208,19 @@ class Env:
             f"step(): expected (observation, reward, terminated, truncated, info), found {show_value(result)}{hint}"
         )
 
+    def get_attr(self, name: str) -> Any:
+        """An attribute of the env, looking through wrappers."""
+        getter = getattr(self.raw, "get_wrapper_attr", None)
+        return getter(name) if callable(getter) else getattr(self.raw, name)
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Sets an attribute where it exists, else on the outermost env."""
+        setter = getattr(self.raw, "set_wrapper_attr", None)
+        if callable(setter):
+            setter(name, value)
+        else:
+            setattr(self.raw, name, value)
+
     def close(self) -> Any:
         """Closes the env if it can be closed."""
         close = getattr(self.raw, "close", None)

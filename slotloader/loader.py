@@ -77,6 +77,8 @@ class SlotLoader:
       restart_window: see `max_restarts`.
       spares: further envs per slot that reset in threads while another plays, so that a long reset costs the slot nothing.
         They take turns in a fixed order and are seeded from (slot, life, spare).
+      spare_processes: run each env of a slot in a process of its own beside its worker, for envs that cannot share one with
+        their spares; costs some 200 us a step and the start of a process. Process backend only.
       capacity: slots to reserve in all, for `add_envs`; default just enough.
       recycle_after: episodes after which an env is closed and built anew, for envs that leak.
 
@@ -120,6 +122,7 @@ class SlotLoader:
         max_restarts: int = 5,
         restart_window: float = 300.0,
         spares: int = 0,
+        spare_processes: bool = False,
         recycle_after: int | None = None,
         capacity: int | None = None,
     ) -> None:
@@ -134,6 +137,11 @@ class SlotLoader:
         spares = require_count("spares", spares, 0)
         if spares and backend == "inline":
             raise ValueError("spares: expected 0 with backend='inline', which has no threads; use 'thread' or 'process'")
+        if spare_processes and not (spares and backend == "process"):
+            raise ValueError(
+                f"spare_processes: expected False without spares on the process backend, found True with spares={spares} and "
+                f"backend={backend!r}"
+            )
         recycle_after = require_count("recycle_after", recycle_after, optional=True)
         if recycle_after is not None and spares:
             raise ValueError("recycle_after: expected None with spares, whose envs would be recycled at different times")
@@ -144,7 +152,9 @@ class SlotLoader:
             raise TypeError(f'info: expected columns by name, e.g. {{"success": np.bool_}}, found {info!r}')
         for name, declared in (info or {}).items():
             column_of(name, declared, max_bytes)  # a wrong one shows here, before anything runs
-        options = EnvOptions(self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check, spares, recycle_after)
+        options = EnvOptions(
+            self.seed, on_reset, dict(info or {}), dict(max_bytes or {}), check, spares, spare_processes, recycle_after
+        )
         sizes = pack(len(factories), num_workers, envs_per_worker, backend)
         ends = np.cumsum(sizes).tolist()
         configs = [

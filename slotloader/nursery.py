@@ -1,6 +1,6 @@
 """The nursery: a small single-threaded process that forks, watches and reaps the workers of one loader.
 
-It is started with `python -m slotloader.nursery FD`, never imports the user's main module, and ends when the trainer does,
+It is started in a fresh interpreter, never imports the user's main module, and ends when the trainer does,
 taking every worker's process group with it. Nothing of the trainer (jax, CUDA or gRPC threads) is ever forked.
 
 Messages from the trainer: `("setup", sys_path, preload, semaphore_names)`, `("spawn", index)` with the worker's end of its
@@ -12,7 +12,6 @@ Messages to it: `("ready", failed_preloads)`, `("spawned", index, pid)`,
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -30,14 +29,9 @@ import posix_ipc
 
 from slotloader import slots, worker_process, workers  # noqa: F401  imported here once, shared by every fork
 from slotloader.channel import Channel
+from slotloader.processes import LINUX, end_with, prctl
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LINUX = sys.platform.startswith("linux")
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Nursery:
@@ -54,8 +48,8 @@ class Nursery:
 
     def run(self) -> None:
         """Serves until the trainer is gone or has closed the channel; then nothing of the fleet is left."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become ours, so that they can be found
-        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if _LINUX else _pipe()
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become ours, so that they can be found
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if LINUX else _pipe()
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -149,12 +143,10 @@ class Nursery:
     def _become_worker(self, index: int, fd: int, stack: IO[bytes]) -> None:
         nursery = self._pid
         os.setsid()  # a process group of its own: it is killed with everything that its envs start
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # follows this thread of the nursery, its only one
+        end_with(nursery)  # it has only one thread
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if os.getppid() != nursery:  # it died before the line above: nobody would ever end this worker
-            os._exit(1)
         for own in (*self._own_fds, self._channel.fileno()):
             os.close(own)
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -239,10 +231,6 @@ def _pipe() -> tuple[int, int]:
     return ends
 
 
-def main() -> None:
-    """Entry point: the channel's descriptor and the trainer's pid are the two arguments."""
-    Nursery(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])).run()
-
-
-if __name__ == "__main__":
-    main()
+def main(fd: str, trainer: str) -> None:
+    """Entry point: the channel's descriptor and the trainer's pid."""
+    Nursery(Channel(socket.socket(fileno=int(fd))), int(trainer)).run()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +23,12 @@ from slotloader.channel import Channel
 from slotloader.errors import SlotLoaderError
 from slotloader.fleet import Fleet
 from slotloader.layout import MAX_RECEIVERS, Layout
+from slotloader.processes import command, import_path
 from slotloader.reports import Died
 from slotloader.signals import GuardedSignal, SemaphoreSignal, create_semaphore, sweep
 from slotloader.supervision import Limits
 from slotloader.workers import WorkerConfig
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from slotloader.nursery import main; main()"
 _BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DESCRIPTORS_PER_WORKER = 1  # its command socket; one more while it is started
 _DESCRIPTORS_OF_FLEET = 12
@@ -151,9 +149,8 @@ class ProcessFleet(Fleet):
         with theirs:
             self._mark = f"{os.getpid()}-{os.urandom(8).hex()}"
             environment = {**dict.fromkeys(_BLAS_LIMITS, "1"), **os.environ, _MARK: self._mark}
-            path = [str(Path(__file__).resolve().parents[1]), *(entry or os.getcwd() for entry in sys.path)]
             self._nursery = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), json.dumps(path)],
+                command("slotloader.nursery", str(theirs.fileno()), str(os.getpid())),
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -164,7 +161,7 @@ class ProcessFleet(Fleet):
         self._semaphores: list[Any] = []
         try:
             self._create_semaphores()
-            self._control.send(("setup", path[1:], self._helpful + self._preload, [s.name for s in self._semaphores]))
+            self._control.send(("setup", import_path(), self._helpful + self._preload, [s.name for s in self._semaphores]))
             for config in self.configs:
                 self._spawn(config)
             self._watcher = threading.Thread(target=self._watch, name="slotloader-watch", daemon=True)

@@ -128,7 +128,7 @@ def summary(event: Event) -> str:
     note = f"; {event.note}" if event.note else ""
     if isinstance(event, Died):
         slots = f"slots {list(event.slots)}" if len(event.slots) > 1 else f"slot {event.slots[0]}"
-        how = event.why or f"the worker {_how_it_ended(event.exitcode)}"
+        how = event.why or f"the worker {how_it_ended(event.exitcode)}"
         return f"{slots} (worker {event.worker}, pid {event.pid}): {how}{note}"
     place = f"slot {event.slots[0]} (worker {event.worker}, pid {event.pid})"
     if event.error_type == "SpecMismatch":
@@ -139,7 +139,8 @@ def summary(event: Event) -> str:
     return f"{place}: {doing} raised {event.error_type}{when}: {event.text}{note}"
 
 
-def _how_it_ended(exitcode: int) -> str:
+def how_it_ended(exitcode: int) -> str:
+    """What the exit status of a process says, as the end of a sentence."""
     if exitcode >= 0:
         return f"exited with status {exitcode} (os._exit or sys.exit in an env?)"
     try:

@@ -15,6 +15,7 @@ import numpy as np
 from slotloader import values
 from slotloader.envs import Env, EnvContext, EnvFactory, EpisodeKey, call_factory, evaluation_seed, life_seed
 from slotloader.errors import SpecMismatch
+from slotloader.isolation import IsolatedEnv
 from slotloader.layout import INFO_BYTES
 from slotloader.reports import Remark
 from slotloader.signals import Signal, make_order_fence
@@ -41,6 +42,7 @@ class EnvOptions:
       max_bytes: capacities of TEXT and PACKED leaves.
       check: also refuse NaN and values out of bounds.
       spares: further envs of each slot, reset in advance.
+      spare_processes: each env, spares too, runs in a process of its own.
       recycle_after: episodes after which an env is closed and built anew; None is never.
     """
 
@@ -50,6 +52,7 @@ class EnvOptions:
     max_bytes: Mapping[str, int] = field(default_factory=dict)
     check: bool = False
     spares: int = 0
+    spare_processes: bool = False
     recycle_after: int | None = None
 
 
@@ -150,7 +153,9 @@ class EnvRunner:
         """Calls the factory and translates the declared spaces."""
         options = self._options
         seed = life_seed(options.seed, self.slot, self.life, self.spare)
-        self.env = Env(call_factory(self._factory, EnvContext(self.slot, self.life, self.worker, seed)))
+        context = EnvContext(self.slot, self.life, self.worker, seed)
+        isolated = options.spare_processes
+        self.env = IsolatedEnv(self._factory, context) if isolated else Env(call_factory(self._factory, context))
         self.is_async, self._step = self.env.is_async, self.env.raw.step
         self.observation = tree_of(self.env.observation_space, ("obs",), options.max_bytes)
         self.action = tree_of(self.env.action_space, ("action",), options.max_bytes)
@@ -472,17 +477,12 @@ class EnvRunner:
         return found(*args, **kwargs) if callable(found) else found
 
     def get_attr(self, name: str) -> Any:
-        """An attribute of the env, looking through wrappers."""
-        getter = getattr(self.env.raw, "get_wrapper_attr", None)
-        return getter(name) if callable(getter) else getattr(self.env.raw, name)
+        """See `Env.get_attr`."""
+        return self.env.get_attr(name)
 
     def set_attr(self, name: str, value: Any) -> None:
-        """Sets an attribute where it exists, else on the outermost env."""
-        setter = getattr(self.env.raw, "set_wrapper_attr", None)
-        if callable(setter):
-            setter(name, value)
-        else:
-            setattr(self.env.raw, name, value)
+        """See `Env.set_attr`."""
+        self.env.set_attr(name, value)
 
     def retire(self) -> None:
         """Takes the slot out of service."""

@@ -56,7 +56,7 @@ class Options:
       records: but not before so many records have been checked.
       seed: of the chaos, the envs and the consumer.
       num_envs, envs_per_worker: the fleet.
-      spares, recycle_after: as of SlotLoader.
+      spares, spare_processes, recycle_after: as of SlotLoader.
       rate: breakages per second from outside.
       step_ms: milliseconds of one env step.
       trouble: how likely one env step is to raise; a tenth of it hangs, ten times as many dawdle.
@@ -69,6 +69,7 @@ class Options:
     num_envs: int = 16
     envs_per_worker: int = 1
     spares: int = 0
+    spare_processes: bool = False
     recycle_after: int | None = None
     rate: float = 5.0
     step_ms: float = 1.0
@@ -410,6 +411,7 @@ class Run:
             step_timeout=STEP_TIMEOUT,
             reset_timeout=STEP_TIMEOUT,
             spares=options.spares,
+            spare_processes=options.spare_processes,
             recycle_after=options.recycle_after,
             stall_timeout=SETTLE,
             preload=["sick"],
@@ -521,6 +523,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--num-envs", type=_number(int, 1), default=own.num_envs, help="slots")
     made.add_argument("--envs-per-worker", type=_number(int, 1), default=own.envs_per_worker, help="envs of one process")
     made.add_argument("--spares", type=_number(int, 0), default=own.spares, help="spare envs of each slot")
+    made.add_argument("--spare-processes", action="store_true", help="each env in a process of its own")
     made.add_argument("--recycle-after", type=_number(int, 1), default=None, help="episodes after which an env is rebuilt")
     made.add_argument("--rate", type=_number(float, 0, above=True), default=own.rate, help="breakages per second from outside")
     made.add_argument("--step-ms", type=_number(float, 0), default=own.step_ms, help="milliseconds of an env step")

@@ -516,12 +516,14 @@ def test_random_sigkills_under_load_lose_nothing_on_any_slot_and_recv_is_never_l
         {"envs_per_worker": 3, "trouble": 0.002},
         {"spares": 1, "trouble": 0.002},
         {"spares": 2, "envs_per_worker": 2},
+        {"spares": 1, "spare_processes": True, "num_envs": 3, "rate": 2, "kills": 8, "records": 300},
         {"recycle_after": 2, "trouble": 0.002},
     ],
-    ids=["packed", "a spare", "packed with two spares", "recycled"],
+    ids=["packed", "a spare", "packed with two spares", "a spare in a process", "recycled"],
 )
 def test_chaos_loses_nothing_whatever_the_packing(options: dict[str, Any]) -> None:
-    report = chaos.run(chaos.Options(seconds=300, kills=20, records=2000, seed=1, num_envs=6, rate=10, **options))
+    usual = {"seconds": 300, "kills": 20, "records": 2000, "seed": 1, "num_envs": 6, "rate": 10}
+    report = chaos.run(chaos.Options(**{**usual, **options}))
     assert not report.once, report
     assert not report.clean, report
     assert report.restarted > 5
@@ -614,11 +616,11 @@ def test_a_slot_that_is_given_up_because_its_nursery_is_frozen_stays_dead(
         assert loader.stats().restarted == 0
 
 
-def test_a_spare_that_hangs_in_its_reset_is_found_and_its_worker_replaced() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["in a thread", "in a process"])
+def test_a_spare_that_hangs_in_its_reset_is_found_and_its_worker_replaced(apart: bool) -> None:
     ills = [(0, "hang", "reset", 3)]
-    with SlotLoader(
-        partial(Sick, ills=ills, length=4), 2, spares=1, reset_timeout=0.5, step_timeout=0.5, stall_timeout=10.0, **PROCESS
-    ) as loader:
+    limits = {"reset_timeout": 0.5, "step_timeout": 0.5, "stall_timeout": 10.0}
+    with SlotLoader(partial(Sick, ills=ills, length=4), 2, spares=1, spare_processes=apart, **limits, **PROCESS) as loader:
         play = Play(loader, spares=1)
         play.until(lambda: play.life(1) == 1)
         play.steps(20)
@@ -654,8 +656,15 @@ def spare_seeds(seed: int, life: int) -> list[int]:
     return [life_seed(seed, 0, life, spare) for spare in range(3)]
 
 
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_spares_take_turns_in_a_fixed_order_with_reproducible_seeds(backend: str) -> None:
+SPARES: dict[str, dict[str, Any]] = {
+    "process": {"backend": "process"},
+    "thread": {"backend": "thread"},
+    "processes": {"backend": "process", "spare_processes": True},
+}
+
+
+@pytest.mark.parametrize("where", SPARES)
+def test_spares_take_turns_in_a_fixed_order_with_reproducible_seeds(where: str) -> None:
     def irregular(context: Any) -> Any:
         rng = np.random.default_rng()
 
@@ -667,7 +676,7 @@ def test_spares_take_turns_in_a_fixed_order_with_reproducible_seeds(backend: str
         return Irregular(context, length=3)
 
     seeds = spare_seeds(11, 0)
-    with SlotLoader(irregular, 1, seed=11, spares=2, backend=backend) as loader:
+    with SlotLoader(irregular, 1, seed=11, spares=2, **SPARES[where]) as loader:
         rows: list[list[int]] = []
         episodes = []
         while len(episodes) < 12:
@@ -696,9 +705,9 @@ def test_a_new_life_gives_every_spare_a_new_seed() -> None:
         assert len(set(found + spare_seeds(11, 0))) == 6
 
 
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_a_long_reset_does_not_stop_its_slot_while_a_spare_is_ready(backend: str, tmp_path: Path) -> None:
-    with SlotLoader(partial(LongReset, directory=str(tmp_path)), 1, spares=1, backend=backend) as loader:
+@pytest.mark.parametrize("where", SPARES)
+def test_a_long_reset_does_not_stop_its_slot_while_a_spare_is_ready(where: str, tmp_path: Path) -> None:
+    with SlotLoader(partial(LongReset, directory=str(tmp_path)), 1, spares=1, **SPARES[where]) as loader:
         ended = []
         while len(ended) < 2:  # the first env cannot play again before the second has ended
             batch = loader.recv(stall_timeout=20)
