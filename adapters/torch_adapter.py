@@ -35,6 +35,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "complex64": torch.complex64,
     "complex128": torch.complex128,
 }
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def to_torch(
@@ -176,7 +177,11 @@ class TorchOps(HostOps):
 
     def put(self, table: Any, rows: Any, values: Any) -> Any:
         """In place."""
-        return table.index_copy_(0, rows, values.to(table.dtype))
+        values, signed = values.to(table.dtype), _SIGNED.get(table.dtype)
+        if signed is None:
+            return table.index_copy_(0, rows, values)
+        table.view(signed).index_copy_(0, rows, values.view(signed))  # the same bits: torch cannot do it for these dtypes
+        return table
 
     def cast(self, array: Any, dtype: Any) -> Any:
         """`Tensor.to`."""

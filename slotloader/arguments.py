@@ -12,6 +12,17 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def require_seed(name: str, value: Any) -> int:
+    """The seed as Python's integer; every generator takes numbers up to 2**62.
+
+    Raises:
+      ValueError: names the argument, what was expected and what was found.
+    """
+    if not is_integer(value) or not 0 <= value < 2**62:
+        raise ValueError(f"{name}: expected a non-negative integer below 2**62, found {value!r}")
+    return int(value)
+
+
 @overload
 def require_count(name: str, value: int, least: int = 1) -> int: ...
 @overload

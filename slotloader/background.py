@@ -32,6 +32,9 @@ class Background(Iterator[Unroll]):
                 params = learn(params, unroll)
                 actor.update(params)
 
+    The actor calls the policy in its thread, so the learner must not compute with the same torch module: give the policy its
+    weights as `params=` and a copy of the module (`copy.deepcopy`), as examples/impala_torch.py does.
+
     Args:
       batches: the adapter; nobody else may receive from it meanwhile.
       policy: who acts.
@@ -50,6 +53,8 @@ class Background(Iterator[Unroll]):
     ) -> None:
         if on_full not in ("block", "drop_oldest"):
             raise ValueError(f"on_full: expected 'block' or 'drop_oldest', found {on_full!r}")
+        if not isinstance(unrolls, Unrolls) or unrolls.ops is not batches.ops:
+            raise TypeError(f"unrolls: expected Unrolls(batches, ...) of this adapter, found {unrolls!r:.200}")
         self._batches, self._policy, self._unrolls = batches, policy, unrolls
         self._size, self._blocks = require_count("queue", queue), on_full == "block"
         self._max_lag = require_count("max_lag", max_lag, 0, optional=True)
@@ -75,6 +80,9 @@ class Background(Iterator[Unroll]):
         with self._changed:
             found, self._episodes = self._episodes, []
         return found
+
+    def __repr__(self) -> str:
+        return f"Background({self.env_steps:,} env steps, {len(self._queue)} unrolls wait, {self.dropped} dropped)"
 
     def __enter__(self) -> Background:
         if self._thread is not None:

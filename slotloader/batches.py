@@ -16,6 +16,7 @@ from slotloader.slots import StepType
 from slotloader.specs import Array, Kind, Leaf, Tree, build, leaves
 
 if TYPE_CHECKING:
+    from slotloader.loader import SlotLoader
     from slotloader.receiver import Receiver
 
 _FIRST, _TERMINATION, _TRUNCATION = (
@@ -177,6 +178,11 @@ class Batch:
 
     def __len__(self) -> int:
         return self.env_indices.size
+
+    @property
+    def loader(self) -> SlotLoader:
+        """Whose records these are."""
+        return self._receiver.loader
 
     @property
     def size(self) -> int:

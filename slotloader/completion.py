@@ -6,6 +6,7 @@ So the next batch forms while the last one computes, also when the main thread s
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -47,6 +48,8 @@ class Pending:
 
 
 _alive: weakref.WeakSet[Completer] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alive.clear)  # a child has none of these threads, and must not wait for them
 
 
 @atexit.register

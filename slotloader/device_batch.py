@@ -19,6 +19,45 @@ if TYPE_CHECKING:
     from slotloader.device_batches import DeviceBatches
 
 
+class Held:
+    """What is given back when a batch is released, whoever releases it: a stage, and recurrent states.
+
+    Apart from the `DeviceBatch`, whose arrays must not live until its actions have landed for that.
+
+    Attributes:
+      stage: where hidden inputs are, or None.
+      states: recurrent states, and their rows before a policy acted.
+    """
+
+    __slots__ = ("_bucket", "_host", "_whose", "stage", "states")
+
+    def __init__(self, whose: DeviceBatches, host: Batch, bucket: int) -> None:
+        self._whose, self._host, self._bucket = whose, host, bucket
+        self.stage: Stage | None = None
+        self.states: list[tuple[SlotState, Any]] = []
+        host.before_release = self.give_back
+
+    def give_back(self) -> bool:
+        """What `Batch.release` does first; False while all actions are on their way."""
+        host, whose = self._host, self._whose
+        if host.promised == host.size:
+            return False
+        whose.land(host)
+        stage, self.stage = self.stage, None
+        if stage is not None:
+            whose.staging.give_back(stage)
+        try:
+            states, self.states = self.states, []
+            if states and not host.answered:
+                slots = whose.slots_of(host, self._bucket, np.isin(host.env_indices, host.open_slots()))
+                for state, before in states:
+                    state.scatter(None, before, slots)
+        except BaseException:
+            whose.receiver.release(host)
+            raise
+        return True
+
+
 class DeviceBatch:
     """A batch as device arrays with one row per row of its bucket; padding rows come last and are clean.
 
@@ -30,18 +69,18 @@ class DeviceBatch:
       size: number of records.
       bucket: number of rows.
       version: of the policy that acted on it, or None.
+      held: what a release gives back.
     """
 
-    __slots__ = ("_arrays", "_commit", "_stage", "_states", "_trees", "_undo", "_whose", "bucket", "host", "version")
+    __slots__ = ("_arrays", "_commit", "_trees", "_undo", "_whose", "bucket", "held", "host", "version")
 
     def __init__(self, whose: DeviceBatches, host: Batch, bucket: int) -> None:
         self._whose, self.host, self.bucket = whose, host, bucket
         self._arrays: dict[str, Sequence[Any]] = {}  # what is on the device, by attribute
-        self._stage: Stage | None = None  # where hidden inputs are
         self._commit: Callable[..., None] | None = None  # what is to be done before the slots get their actions
         self._undo: Callable[..., None] | None = None  # and what, if they do not
-        self._states: list[tuple[SlotState, Any]] = []  # recurrent states, and their rows before a policy acted
         self._trees: dict[str, Any] = {}
+        self.held = Held(whose, host, bucket)
         self.version: int | None = None
 
     @property
@@ -51,7 +90,7 @@ class DeviceBatch:
 
     def _tree(self, name: str) -> Any:
         if name not in self._trees:
-            if self._stage is not None:
+            if self.held.stage is not None:
                 raise AttributeError(
                     f"batch.{name}: inputs of a compiled policy are hidden while `run` drives it; use batch.host"
                 )
@@ -87,16 +126,9 @@ class DeviceBatch:
 
     def acted_from(self, state: SlotState, rows: Any) -> None:
         """Says what the rows of a recurrent state were before it was acted on; records that are released come again."""
-        if all(known is not state for known, _ in self._states):
-            self._states.append((state, rows))
-
-    def restore(self) -> None:
-        """Takes recurrent states back to before a policy acted, for the rows that have not been answered."""
-        states, self._states = self._states, []
-        if states and not self.host.answered:
-            slots = self._whose.slots_of(self, np.isin(self.host.env_indices, self.host.open_slots()))
-            for state, before in states:
-                state.scatter(self, before, slots)
+        states = self.held.states
+        if all(known is not state for known, _ in states):
+            states.append((state, rows))
 
     def __len__(self) -> int:
         return self.host.size

@@ -6,12 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from slotloader.arguments import require_count
+from slotloader.arguments import require_count, require_seed
 from slotloader.background import Background, OnFull
 from slotloader.batches import Batch, Episode
 from slotloader.completion import Completer, Pending
@@ -105,7 +104,7 @@ class DeviceBatches:
         if receiver.closed:
             raise LoaderClosed("the loader was closed; build a new SlotLoader")
         self.ops, self._receiver = ops, receiver
-        self._seed = receiver.loader.seed if seed is None else seed
+        self._seed = receiver.loader.seed if seed is None else require_seed("seed", seed)
         table = receiver.loader.table
         self.table_slots = table.num_slots
         most = receiver.request.max_get
@@ -160,9 +159,8 @@ class DeviceBatches:
         host = self._receiver.recv(**limits) if limits else self._receiver.recv()
         try:
             batch = DeviceBatch(self, host, self.staging.bucket_of(host.size))
-            host.before_release = partial(self._before_release, batch)
             if hidden:
-                batch._arrays["hidden"], batch._stage = self.staging.put(host, hidden, hidden=True)
+                batch._arrays["hidden"], batch.held.stage = self.staging.put(host, hidden, hidden=True)
             elif not self.ops.lazy:
                 batch.stage(tuple(self.plan.spans))
             if self._preparation is not None:
@@ -195,7 +193,14 @@ class DeviceBatches:
         if host.promised:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
         self._receiver.require_unanswered(host)
-        if self._direct and hold is None and batch._stage is None:  # the common case on a CPU
+        if hold is not None:
+            hold = np.asarray(hold)
+            if hold.dtype != np.bool_ or hold.shape != (host.size,):
+                raise ActionError(
+                    f"send refused, no env has stepped: hold: expected bool ({host.size},), one per record, found {hold.dtype} "
+                    f"{hold.shape}"
+                )
+        if self._direct and hold is None and batch.held.stage is None:  # the common case on a CPU
             array = ops.at_once(actions)
             if array is not None and array.shape[:1] == (batch.bucket,):
                 host.send(array[: host.size])  # says what is wrong as the core does
@@ -220,18 +225,18 @@ class DeviceBatches:
         if hold is not None and hold.all():
             return
         landed = ops.record(Stream.D2H)
-        stage, batch._stage = batch._stage, None
+        stage, batch.held.stage = batch.held.stage, None
         give_back = None if stage is None else lambda: self.staging.give_back(stage)
         pending = Pending(host, landings, landed, give_back, batch._undo, None if hold is None else ~hold)
         pending.held = parts  # fence
         if batch._commit is not None:
-            batch._commit() if hold is None else batch._commit(self.slots_of(batch, ~hold))
+            batch._commit() if hold is None else batch._commit(self.slots_of(host, batch.bucket, ~hold))
         self._completer.submit(pending)
 
-    def slots_of(self, batch: DeviceBatch, rows: Array) -> Any:
+    def slots_of(self, host: Batch, bucket: int, rows: Array) -> Any:
         """The slots of the chosen rows, bool (size,) of numpy, on the device; the scratch row for all others."""
-        slots = np.full(batch.bucket, self.table_slots, np.int64)
-        slots[: batch.size][rows] = batch.host.env_indices[rows]
+        slots = np.full(bucket, self.table_slots, np.int64)
+        slots[: host.size][rows] = host.env_indices[rows]
         return self.ops.array(slots)
 
     def _refuse(self, batch: DeviceBatch, leaf: Leaf, shape: tuple[int, ...]) -> None:
@@ -246,22 +251,10 @@ class DeviceBatches:
             f"shape {leaf.shape}, found shape {shape}{remedy}"
         )
 
-    def _before_release(self, batch: DeviceBatch) -> bool:
-        """What `Batch.release` does first: recurrent states go back, the stage is free; False while all is on its way."""
-        host = batch.host
-        if host.promised == host.size:
-            return False
-        while host.promised and self._completer.drain(CLOSE_TIMEOUT):  # the rows that were sent are on their way
+    def land(self, host: Batch) -> None:
+        """Waits until no row of a batch is on its way."""
+        while host.promised and self._completer.drain(CLOSE_TIMEOUT):
             pass
-        stage, batch._stage = batch._stage, None
-        if stage is not None:
-            self.staging.give_back(stage)
-        try:
-            batch.restore()
-        except BaseException:
-            self._receiver.release(host)
-            raise
-        return True
 
     @contextlib.contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -333,7 +326,7 @@ class DeviceBatches:
         if slot_state is not None and "step_type" not in self.plan.spans:
             raise ValueError("state: expected 'step_type' among fields=, since a FIRST record begins a new state")
         step = make_step(self.ops, self.plan.part(names), contract, None if slot_state is None else slot_state.initial)
-        keys = self.ops.keys(self._seed if seed is None else seed, compiled)
+        keys = self.ops.keys(self._seed if seed is None else require_seed("seed", seed), compiled)
         static = compiled and self.ops.static_outputs(options or {})
         return Policy(self.ops, step, names, adopted.params, slot_state, keys, adopted.own, adopted.params_of, static)
 
@@ -382,6 +375,8 @@ class DeviceBatches:
 
         Raises:
           ValueError: not exactly one of `env_steps` and `episodes`.
+          LoaderClosed: the loader or the adapter was closed before the end.
+          And whatever `recv`, the policy and `send` raise; nothing that was received stays leased.
         """
         if (env_steps is None) == (episodes is None):
             raise ValueError(f"run: expected one of env_steps and episodes, found env_steps={env_steps}, episodes={episodes}")
@@ -391,13 +386,16 @@ class DeviceBatches:
         began, batches, steps = time.monotonic(), 0, 0
         ended: list[Episode] = []
         with self.released_on_error():
-            for batch in BoundedIterator(_Batches(self, acting.names if hidden else ()), total, unit, progress):
+            source = BoundedIterator(_Batches(self, acting.names if hidden else ()), total, unit, progress)
+            for batch in source:
                 acted = acting.act(batch._arrays["hidden"] if hidden else batch.select(acting.names), batch)
                 if on_batch is not None:
                     on_batch(batch, acted)
                 batch.send(acted.action)
                 batches, steps = batches + 1, steps + batch.env_steps
                 ended.extend(batch.episodes)
+            if not source.complete:
+                raise LoaderClosed(f"run: the loader or this adapter was closed after {source.done:,} of {total:,} {unit}")
             self.drain()
         return Run(steps, batches, time.monotonic() - began, ended)
 

@@ -186,6 +186,13 @@ def _structure(tree: Any) -> str:
     return "None" if tree is None else "an array"
 
 
+def kind_of(dtype: Any) -> str:
+    """Of a dtype of any framework: "float", "int" (signed or not), "bool" or "complex"; anything else is its own kind."""
+    name = str(dtype).removeprefix("torch.").removeprefix("bfloat").removeprefix("u")
+    name = "float" if name.isdigit() else name
+    return next((kind for kind in ("float", "int", "bool", "complex") if name.startswith(kind)), name)
+
+
 def aligned_buffer(nbytes: int) -> Array:
     """uint8 (nbytes,), 64-byte aligned, of ordinary memory."""
     raw = np.empty(nbytes + 64, np.uint8)

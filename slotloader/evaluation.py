@@ -20,7 +20,7 @@ from slotloader.device_batches import DeviceBatches
 from slotloader.errors import EnvFailed, SlotLoaderError, WorkerDied
 from slotloader.fleet import Cut
 from slotloader.loader import SlotLoader
-from slotloader.policies import Policy
+from slotloader.policies import Policy, positional
 from slotloader.progress import ProgressBar
 from slotloader.receiver import Receiver
 from slotloader.rollouts import bound
@@ -148,6 +148,11 @@ class _HostSide:
             )
         if not callable(policy):
             raise TypeError(f"policy: expected policy(obs) -> action, found {policy!r:.200}")
+        if positional(policy)[0] > 1:
+            raise TypeError(
+                f"policy: expected policy(obs) -> action of numpy observations, found {policy!r:.200} with more arguments; for "
+                "policy(params, inputs, state, key) pass an adapter: evaluate(to_numpy(loader), policy)"
+            )
         self.receiver, self._policy = source.receiver, policy
 
     def settle(self) -> None:

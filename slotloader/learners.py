@@ -12,7 +12,7 @@ is numpy on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,6 +20,8 @@ import numpy as np
 from slotloader.arguments import require_count
 from slotloader.batches import Batch, BytesColumn
 from slotloader.devices import DeviceOps, HostOps, map_tree
+from slotloader.errors import LeaseExpired
+from slotloader.history import History, leaves_of, rebuilt
 from slotloader.loader import SlotLoader
 from slotloader.receiver import Receiver
 from slotloader.slots import StepType
@@ -99,64 +101,6 @@ class Unroll(NamedTuple):
     slots: Array
 
 
-def _flatten(tree: Any, found: list[Any]) -> list[Any]:
-    """The leaves of dicts, tuples and lists in order, appended to `found`."""
-    if isinstance(tree, dict):
-        for child in tree.values():
-            _flatten(child, found)
-    elif isinstance(tree, (tuple, list)):
-        for child in tree:
-            _flatten(child, found)
-    elif tree is not None:
-        found.append(tree)
-    return found
-
-
-class _History:
-    """A table of `rows` records on the device and a scratch row for padding; its leaves are made with the first record."""
-
-    def __init__(self, ops: DeviceOps, rows: int) -> None:
-        self._ops, self._rows, self._scratch = ops, rows + 1, rows
-        self._tables: list[Any] = []
-        self._template: Any = None
-        self._store = ops.jit(self._put, donate=(0,))
-
-    def _put(self, tables: Sequence[Any], at: Any, leaves: Sequence[Any]) -> list[Any]:
-        return [self._ops.put(table, at[: len(rows)], rows) for table, rows in zip(tables, leaves, strict=True)]
-
-    def write(self, at: Array, records: Any) -> None:
-        """Stores a tree of (N, ...) at rows `at`; more rows than those are padding."""
-        ops, found = self._ops, _flatten(records, [])
-        if not self._tables:
-            self._tables = [ops.compute(ops.table, leaf[0], self._rows) for leaf in found]
-            self._template = records
-        if len(found) != len(self._tables):
-            raise ValueError(
-                f"add: expected {len(self._tables)} arrays of observations, actions, extras and state, as in the first batch, "
-                f"found {len(found)}"
-            )
-        most = max(map(len, found))
-        if most > len(at):
-            padded = np.full(most, self._scratch, np.int64)
-            padded[: len(at)] = at
-            at = padded
-        self._tables = ops.compute(self._store, self._tables, ops.array(at), found)
-
-    def tree(self, tables: Sequence[Any]) -> Any:
-        """What `write` was given first, with the tables as leaves."""
-        found = iter(tables)
-        return map_tree(lambda leaf: next(found), self._template)
-
-    def read(self, function: Callable[..., Any], at: Array, *arrays: Array) -> Any:
-        """`function(tables, at, *arrays)` on the device."""
-        ops = self._ops
-        return ops.compute(function, self._tables, ops.array(at), *(ops.array(array) for array in arrays))
-
-
-def _rows_of(tables: Any, at: Any) -> Any:
-    return map_tree(lambda table: table[at], tables)
-
-
 def _ops_of(source: Source) -> tuple[DeviceOps, int]:
     if isinstance(source, (SlotLoader, Receiver)):
         return HostOps(), source.receiver.loader.num_slots
@@ -170,64 +114,89 @@ def _host(batch: Batch | DeviceBatch) -> Batch:
 
 
 class _Assembler:
-    """What `Transitions` and `Unrolls` share: the history and where each slot is in it."""
+    """What `Transitions` and `Unrolls` share: the history and where each slot is in it.
+
+    `add` first checks everything, then writes, and only then moves on: what is refused changes nothing.
+    """
 
     def __init__(self, source: Source, length: int) -> None:
-        self._ops, slots = _ops_of(source)
+        self.ops, slots = _ops_of(source)
         self._of_loader = isinstance(source, (SlotLoader, Receiver))
+        self._loader = source.receiver.loader
         self._length = length  # records that are kept per slot
-        self._history = _History(self._ops, slots * length)
-        self._action = source.receiver.loader.table.layout.action
+        self._action = self._loader.table.layout.action
         wrong = [leaf for leaf in leaves(self._action) if leaf.kind is not Kind.ARRAY]
         if wrong:
             raise TypeError(f"{show_path(wrong[0].path)}: expected actions of numbers, found {wrong[0]}")
+        declared = [(leaf.shape, self.ops.dtype(leaf.dtype)) for leaf in leaves(self._action)]
+        self._history = History(self.ops, slots * length, {"action": declared})
         self._sequence = np.full(
             slots, 1 << 63, np.uint64
         )  # of each slot's newest record; nothing comes near this before the first
         self._newest = np.full(slots, -1, np.int64)  # its place in the slot's ring; -1 before the first
         self._versions = np.full((slots, length), -1, np.int64)
+        self._unfinished: Array | None = None  # slots of an `add` that Ctrl-C has left half done
+
+    def _forget(self, slots: Array) -> None:
+        """What was under way in some slots is left out: their next record follows none."""
+        self._sequence[slots] = 1 << 63
+        self._unfinished = None
 
     def _rows(self, slots: Array, places: Array) -> Array:
         return slots * self._length + places
 
-    def _begin(self, batch: Batch | DeviceBatch, version: int | None) -> tuple[Batch, Array, Array]:
-        """Takes the batch's records into account.
+    def _place(self, batch: Batch | DeviceBatch) -> tuple[Batch, Array, Array, Array]:
+        """Finds where the records of a batch belong.
 
         Returns:
-          The core's batch; bool (B,) whether each record follows the slot's newest; bool (B,) whether it is the newest again.
+          The core's batch; bool (B,) whether each record follows the slot's newest; bool (B,) whether it is the newest
+          again; int64 (B,) its place in the slot's ring.
         """
         host = _host(batch)
-        if isinstance(batch, Batch) is not self._of_loader or getattr(batch, "ops", self._ops) is not self._ops:
-            made_for = "the loader" if self._of_loader else "the adapter that this was made for"
-            raise TypeError(f"add: expected a batch of {made_for}, found {batch!r:.200}")
+        alike = isinstance(batch, Batch) is self._of_loader and getattr(batch, "ops", self.ops) is self.ops
+        if not alike or host.loader is not self._loader:
+            made_for = "the loader" if self._of_loader else "the adapter"
+            raise TypeError(f"add: expected a batch of {made_for} that this was made for, found {batch!r:.200}")
         slots = host.env_indices
-        ahead, newest = host.sequence - self._sequence[slots], self._newest[slots]
+        try:
+            sequence = host.sequence
+        except LeaseExpired:
+            raise LeaseExpired("add: the batch has been answered already; call add before batch.send") from None
+        if self._unfinished is not None:
+            self._forget(self._unfinished)
+        ahead, newest = sequence - self._sequence[slots], self._newest[slots]
         follows = (ahead == 1) & (host.step_type != _FIRST)
         again = ahead == 0
-        self._sequence[slots] = host.sequence
         newest += ~again
         newest[newest == self._length] = 0
-        self._newest[slots] = newest
-        self._versions[slots, newest] = -1 if version is None else version
-        return host, follows, again
+        return host, follows, again, newest
 
-    def are_new(self, batch: Batch | DeviceBatch) -> Array:
-        """Bool (B,): records that have not been added yet; the others were given back and come again."""
-        host = _host(batch)
-        return np.asarray(host.sequence != self._sequence[host.env_indices])
-
-    def _keep(self, batch: Batch | DeviceBatch, host: Batch, action: Any, **more: Any) -> None:
-        """Writes the records of a batch, with what came with its actions."""
-        adapt = self._ops.adapt
+    def _keep(
+        self, batch: Batch | DeviceBatch, host: Batch, places: Array, version: int | None, action: Any, **more: Any
+    ) -> None:
+        """Writes the records of a batch, with what came with its actions, and takes them into account."""
+        adapt, version = self.ops.adapt, require_count("version", version, 0, optional=True)
         if isinstance(self._action, Leaf):
             action = adapt(action)
         else:
             action = build(self._action, (adapt(part) for part in flatten(self._action, action, ("action",))))
         records = {"obs": _plain(batch.obs), "action": action}
         for name, value in more.items():
+            if name == "extras" and not isinstance(value, dict):
+                raise TypeError(f"extras: expected a dict of arrays, found {value!r:.200}")
             records[name] = map_tree(adapt, value)
+        found = self._history.checked(records, host.size, getattr(batch, "bucket", host.size))
         slots = host.env_indices
-        self._history.write(self._rows(slots, self._newest[slots]), records)
+        self._unfinished = slots
+        self._history.write(self._rows(slots, places), found)
+        self._sequence[slots] = host.sequence
+        self._newest[slots] = places
+        self._versions[slots, places] = -1 if version is None else version
+
+    def are_new(self, batch: Batch | DeviceBatch) -> Array:
+        """Bool (B,): records that have not been added yet; the others were given back and come again."""
+        host = _host(batch)
+        return np.asarray(host.sequence != self._sequence[host.env_indices])
 
 
 def _plain(obs: Any) -> Any:
@@ -265,7 +234,7 @@ class Transitions(_Assembler):
             raise ValueError(f"gamma: expected 0 to 1, found {gamma!r}")
         super().__init__(loader, n_step + 1)
         self._n, self._gamma = n_step, gamma
-        self._fetch = self._ops.jit(self._gather)
+        self._fetch = self.ops.jit(self._gather)
         # Per slot and place: steps since the record (-1 if its transition is complete), discounted sum of rewards, discount.
         self._open = np.full((len(self._newest), 3, n_step + 1), -1.0)
 
@@ -287,17 +256,22 @@ class Transitions(_Assembler):
           LeaseExpired: the batch has been answered already.
           TypeError: a batch of another loader or adapter.
         """
-        before = self._newest[_host(batch).env_indices]
-        host, follows, again = self._begin(batch, version)
-        slots, places = host.env_indices, self._newest[host.env_indices]
-        self._keep(batch, host, actions, extras=extras or {})
+        host, follows, again, places = self._place(batch)
+        slots, before = host.env_indices, self._newest[host.env_indices]
+        self._keep(batch, host, places, version, actions, extras={} if extras is None else extras)
         if self._n == 1:
+            self._unfinished = None
             rows = follows.nonzero()[0]
             discount = self._gamma * (host.step_type[rows] != _TERMINATION)
             return self._read(slots[rows], before[rows], places[rows], host.reward[rows], discount)
         rows, starts, reward, discount = self._advance(host, follows, again, places)
+        self._unfinished = None
         ends = np.where(follows[rows], places[rows], before[rows])
         return self._read(slots[rows], starts, ends, reward, discount)
+
+    def _forget(self, slots: Array) -> None:
+        super()._forget(slots)
+        self._open[slots] = -1.0
 
     def _advance(self, host: Batch, follows: Array, again: Array, places: Array) -> tuple[Array, Array, Array, Array]:
         """Takes the rewards of a batch into the open transitions.
@@ -309,7 +283,7 @@ class Transitions(_Assembler):
         age, returns, weight = opened[:, 0], opened[:, 1], opened[:, 2]
         cut = ~(follows | again)[:, None]
         alive = (age >= 0) & follows[:, None]
-        returns += alive * weight * host.reward[:, None]
+        returns += np.multiply(weight, host.reward[:, None], out=np.zeros_like(returns), where=alive)  # 0 * inf is NaN
         weight[alive] *= self._gamma
         weight[follows & (step_type == _TERMINATION)] = 0.0
         age += alive
@@ -325,19 +299,21 @@ class Transitions(_Assembler):
 
     def _read(self, slots: Array, starts: Array, ends: Array, reward: Array, discount: Array) -> Transition:
         size = len(slots)
-        rows = size if not self._ops.traced else 1 << max(size - 1, 0).bit_length()
+        rows = size if not self.ops.traced else 1 << max(size - 1, 0).bit_length()
         at = np.zeros((2, rows), np.int64)
         at[0, :size], at[1, :size] = self._rows(slots, starts), self._rows(slots, ends)
         figures = np.zeros((2, rows), np.float32)
         figures[0, :size], figures[1, :size] = reward, discount
-        fields = self._history.read(self._fetch, at, figures, np.arange(rows) < size)
-        return Transition._make((*fields, slots, self._versions[slots, starts]))
+        history = self._history
+        first, following, *more = history.read(self._fetch, at, figures, np.arange(rows) < size)
+        obs, action, extras = (history.tree(name, first[history.spans[name]]) for name in ("obs", "action", "extras"))
+        next_obs, versions = history.tree("obs", following), self._versions[slots, starts]
+        return Transition(obs, action, more[0], more[1], next_obs, extras, more[2], slots, versions)
 
     def _gather(self, tables: Sequence[Any], at: Any, figures: Any, valid: Any) -> tuple[Any, ...]:
-        """The fields of `Transition` that are on the device, in its order."""
-        records = self._history.tree(tables)
-        first, next_obs = _rows_of(records, at[0]), _rows_of(records["obs"], at[1])
-        return first["obs"], first["action"], figures[0], figures[1], next_obs, first["extras"], valid
+        """What `Transition` has on the device, with flat trees: a framework may want keys that can be sorted."""
+        following = [table[at[1]] for table in tables[self._history.spans["obs"]]]
+        return [table[at[0]] for table in tables], following, figures[0], figures[1], valid
 
 
 class Unrolls(_Assembler):
@@ -371,7 +347,7 @@ class Unrolls(_Assembler):
         self._count = np.zeros(len(self._newest), np.int64)  # records of the unroll that each slot is at
         self._linked = np.zeros(self._versions.shape, bool)  # the record follows the one before it
         self._waiting: list[Unroll] = []
-        self._fetch, self._concatenate = self._ops.jit(self._gather), self._ops.jit(self._concat)
+        self._fetch, self._concatenate = self.ops.jit(self._gather), self.ops.jit(self._concat)
 
     def add(
         self,
@@ -399,7 +375,7 @@ class Unrolls(_Assembler):
         """
         complete = self.push(batch, actions, extras, state, version)
         if complete.size:
-            groups = np.split(complete, complete.size) if self._ops.traced else [complete]  # shapes that were compiled before
+            groups = np.split(complete, complete.size) if self.ops.traced else [complete]  # shapes that were compiled before
             self._waiting.extend(self.take(group) for group in groups)
             self._count[complete] = 1 + self.overlap
         return self._full()
@@ -408,13 +384,18 @@ class Unrolls(_Assembler):
         self, batch: Batch | DeviceBatch, actions: Any, extras: dict[str, Any] | None, state: Any, version: int | None
     ) -> Array:
         """`add` without taking anything: the slots of the batch that have all records of their unroll now."""
-        host, follows, again = self._begin(batch, version)
-        slots, places = host.env_indices, self._newest[host.env_indices]
-        more = {"extras": extras or {}, "reward": batch.reward, "step_type": batch.step_type}
-        self._keep(batch, host, actions, **more, **({} if state is None else {"state": state}))
+        host, follows, again, places = self._place(batch)
+        slots = host.env_indices
+        more = {"extras": {} if extras is None else extras, "reward": batch.reward, "step_type": batch.step_type}
+        self._keep(batch, host, places, version, actions, **more, **({} if state is None else {"state": state}))
         self._linked[slots, places] = np.where(again, self._linked[slots, places], follows)
         self._count[slots] += ~again
+        self._unfinished = None
         return np.asarray(slots[self._count[slots] > self.length])
+
+    def _forget(self, slots: Array) -> None:
+        super()._forget(slots)
+        self._count[slots] = 0
 
     def begin(self, slots: Array) -> None:
         """The newest record of each slot becomes the first of its next unroll, whatever its last one lacks."""
@@ -427,18 +408,23 @@ class Unrolls(_Assembler):
         places = (self._newest[slots] - length + steps) % self._length
         made = length - steps[:-1] < self._count[slots]  # transition t needs records t and t + 1 of this unroll
         valid = self._linked[slots, places][1:] & made
-        fields = self._history.read(self._fetch, self._rows(slots, places), valid)
-        return Unroll._make((*fields, self._versions[slots, places], slots))
+        history = self._history
+        records, state, *more = history.read(self._fetch, self._rows(slots, places), valid)
+        found = {name: history.tree(name, records[span]) for name, span in history.spans.items() if name != "state"}
+        initial = history.tree("state", state) if "state" in history.spans else None
+        return Unroll(
+            found["obs"], found["action"], found["reward"], more[0], found["step_type"], more[1], more[2], found["extras"],
+            initial, self._versions[slots, places], slots,
+        )  # fmt: skip
 
     def _gather(self, tables: Sequence[Any], at: Any, valid: Any) -> tuple[Any, ...]:
-        """The fields of `Unroll` that are on the device, in its order."""
-        table = self._history.tree(tables)
-        state = _rows_of(table.pop("state"), at[0]) if "state" in table else None
-        records = _rows_of(table, at)
-        step_type = records["step_type"]
-        discount = self._ops.cast(step_type != _TERMINATION, "float32")
-        found = records["obs"], records["action"], records["reward"], discount, step_type, step_type == _FIRST
-        return *found, valid, records["extras"], state
+        """What `Unroll` has on the device, with flat trees; the state, which comes last, only of record 0."""
+        spans = self._history.spans
+        state = spans.get("state", slice(len(tables), len(tables)))
+        step_type = tables[spans["step_type"]][0][at]
+        discount = self.ops.cast(step_type != _TERMINATION, "float32")
+        records = [table[at] for table in tables[: state.start]]
+        return records, [table[at[0]] for table in tables[state]], discount, step_type == _FIRST, valid
 
     def _full(self) -> list[Unroll]:
         """Hands out whole batches of what is waiting."""
@@ -456,21 +442,22 @@ class Unrolls(_Assembler):
         return found
 
     def _joined(self, pieces: list[Unroll]) -> Unroll:
-        states = [piece.initial_state for piece in pieces]
-        records = [piece[: len(_ON_DEVICE)] for piece in pieces]
-        fields, state = self._ops.compute(self._concatenate, records, states)
+        head = len(_ON_DEVICE)
+        records, states = [leaves_of(piece[:head]) for piece in pieces], [leaves_of(piece.initial_state) for piece in pieces]
+        found, state = self.ops.compute(self._concatenate, records, states)
+        fields = rebuilt(pieces[0][:head], iter(found))
         versions = np.concatenate([piece.versions for piece in pieces], 1)
-        return Unroll._make((*fields, state, versions, np.concatenate([piece.slots for piece in pieces])))
+        initial = rebuilt(pieces[0].initial_state, iter(state))
+        return Unroll._make((*fields, initial, versions, np.concatenate([piece.slots for piece in pieces])))
 
     def _concat(self, records: Any, states: Any) -> Any:
-        ops = self._ops
-        joined = ops.tree_map(lambda *leaves: ops.xp.concatenate(leaves, 1), *records)
-        return joined, ops.tree_map(lambda *leaves: ops.xp.concatenate(leaves, 0), *states)
+        xp = self.ops.xp
+        joined = [xp.concatenate(columns, 1) for columns in zip(*records, strict=True)]
+        return joined, [xp.concatenate(rows, 0) for rows in zip(*states, strict=True)]
 
     def _columns(self, unroll: Unroll, begin: int, end: int) -> Unroll:
-        ops = self._ops
-        fields = ops.tree_map(lambda leaf: leaf[:, begin:end], unroll[: len(_ON_DEVICE)])
-        state = ops.tree_map(lambda leaf: leaf[begin:end], unroll.initial_state)
+        fields = map_tree(lambda leaf: leaf[:, begin:end], unroll[: len(_ON_DEVICE)])
+        state = map_tree(lambda leaf: leaf[begin:end], unroll.initial_state)
         return Unroll._make((*fields, state, unroll.versions[:, begin:end], unroll.slots[begin:end]))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from slotloader import envs as env_sources
 from slotloader import stats as figures
 from slotloader.actions import ActionBounds, Scatterer
-from slotloader.arguments import require_count
+from slotloader.arguments import require_count, require_seed
 from slotloader.batches import Batch, Gatherer
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.fleet import Fleet
@@ -132,7 +132,7 @@ class SlotLoader:
         self.num_slots = capacity or len(factories)
         self.request_for(self.num_slots)
         self._env_steps = self._episodes = 0  # of the run, before the meters last started anew
-        self.seed = _checked_seed(seed)
+        self.seed = secrets.randbits(31) if seed is None else require_seed("seed", seed)
         self.backend, self.debug = backend, debug
         spares = require_count("spares", spares, 0)
         if spares and backend == "inline":
@@ -599,14 +599,6 @@ def _stop_forgotten(fleet: Fleet) -> None:
     """Ends a fleet whose loader was garbage collected or is open when the interpreter exits."""
     fleet.closing = True
     fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
-
-
-def _checked_seed(seed: int | None) -> int:
-    if seed is None:
-        return secrets.randbits(31)
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**62:
-        raise ValueError(f"seed: expected a non-negative integer or None, found {seed!r}")
-    return int(seed)
 
 
 def pack(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: str) -> list[int]:

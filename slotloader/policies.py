@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slotloader.devices import DeviceOps, Own
+from slotloader.arguments import require_count
+from slotloader.devices import DeviceOps, Own, kind_of
 from slotloader.errors import SlotLoaderError
 from slotloader.staging import Plan
 
@@ -142,8 +143,21 @@ def gather_state(ops: DeviceOps, tables: Any, initial: Any, indices: Any, is_fir
 
 
 def scatter_state(ops: DeviceOps, tables: Any, indices: Any, state: Any) -> Any:
-    """Tables with `state` at rows `indices`."""
-    return ops.tree_map(lambda table, rows: ops.put(table, indices, rows), tables, state)
+    """Tables with `state` at rows `indices`.
+
+    Raises:
+      ValueError: the state has another structure, shape or kind of numbers than the tables.
+    """
+
+    def put(table: Any, rows: Any) -> Any:
+        shape = (len(indices), *table.shape[1:])
+        if tuple(rows.shape) != shape or (rows.dtype != table.dtype and kind_of(rows.dtype) != kind_of(table.dtype)):
+            raise ValueError(
+                f"policy: expected a new state like the one given, {_name(table.dtype)} {shape}, found {_show(rows)}"
+            )
+        return ops.put(table, indices, rows)
+
+    return ops.tree_map(put, tables, state)
 
 
 def make_inputs(plan: Plan, arrays: Sequence[Any]) -> Inputs:
@@ -165,7 +179,13 @@ def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initia
     def step(params: Any, tables: Any, arrays: Sequence[Any], key: Any) -> tuple[Acted, Any]:
         inputs = make_inputs(plan, arrays)
         if tables is None:
-            return contract(params, inputs, None, ops.key(key))._replace(state=None), None
+            acted = contract(params, inputs, None, ops.key(key))
+            if acted.state is not None:
+                raise TypeError(
+                    "policy: expected Acted without a state, since none was given, found one; give what it is when an episode "
+                    "begins, e.g. batches.policy(act, state=np.zeros(64, np.float32))"
+                )
+            return acted, None
         state = gather_state(ops, tables, initial, inputs.env_indices, inputs.is_first)
         acted = contract(params, inputs, state, ops.key(key))
         if acted.state is None:
@@ -177,8 +197,11 @@ def make_step(ops: DeviceOps, plan: Plan, contract: Callable[..., Acted], initia
 
 def _show(leaf: Any) -> str:
     """Dtype and shape, the same words in every framework."""
-    dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
-    return f"{dtype} {tuple(np.shape(leaf))}"
+    return f"{_name(getattr(leaf, 'dtype', type(leaf).__name__))} {tuple(np.shape(leaf))}"
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Policy:
@@ -257,6 +280,7 @@ class Policy:
         Raises:
           ValueError: another tree, shape or dtype; the old weights stay.
         """
+        version = require_count("version", version, 0, optional=True)
         if self._own is None and self._params is None:
             raise SlotLoaderError("update: this policy was made without params; give them as params=")
         if self._params_of is not None:

@@ -55,9 +55,11 @@ class Preparation:
         self._dtype = dtype
         if dtype is not None:
             try:
-                ops.cast(ops.table(np.zeros((), np.float32), 1), dtype)
+                keeps = float(ops.cast(ops.table(np.float32(0.5), 1), dtype)[0]) == 0.5
             except (TypeError, ValueError, AttributeError) as error:
                 raise ValueError(f"dtype: expected a float dtype of the framework or its name, found {dtype!r}") from error
+            if not keeps:
+                raise ValueError(f"dtype: expected a float dtype of the framework or its name, found {dtype!r}")
         self._prepare, self._store = ops.jit(self._step), ops.jit(self._put)
 
     def _step(self, tables: Sequence[Any], arrays: Sequence[Any], indices: Any, step_type: Any) -> tuple[list[Any], list[Any]]:

@@ -87,6 +87,11 @@ class BoundedIterator(Iterator[B], Generic[B]):
         self._last: B | None = None
         self.done = 0
 
+    @property
+    def complete(self) -> bool:
+        """Whether all of it has come in; False where the source has ended before."""
+        return self.done >= self._total
+
     def __next__(self) -> B:
         last = self._last
         if last is not None and not last.released:  # what was given back will come again

@@ -292,7 +292,8 @@ class Receiver:
         raise SlotLoaderError(
             f"recv: expected at least {request.min_get} slots that can become ready, found {expected}, since {self._leased} "
             f"of {self._alive} slots are leased in {len(self._unanswered)} unanswered batches ({held}); "
-            "call batch.send(actions) or batch.release() on them (loader.unanswered has them)"
+            "call batch.send(actions) or batch.release() on them (loader.unanswered has them; `close` of a rollout releases "
+            "those at its barrier)"
         )
 
     def _raise_if_stalled(self, request: Request, now: int, since: int) -> None:

@@ -77,6 +77,7 @@ class Recording:
         self._frames, self._episodes = frames, episodes
         self._grab = self._source(key, render)
         self._waiting = episodes is not None  # for the first record of an episode
+        self._passed = 0  # records that came meanwhile
         self._sequence = -1  # of the record taken last: one that is given back comes again
         self.num_frames = self.num_episodes = 0
         self.done = self._closed = False
@@ -171,6 +172,7 @@ class Recording:
         self._sequence = int(self._table.sequence[self.slot])
         step_type = int(batch.step_type[rows[0]])
         if self._waiting and step_type != StepType.FIRST:
+            self._passed += 1
             return
         self._waiting = False
         try:
@@ -253,9 +255,10 @@ class Recording:
         if error is not None:
             raise error
         if self.num_frames == 0:
-            warnings.warn(
-                f"{self.path}: nothing was recorded, no record of slot {self.slot} came", RuntimeWarning, stacklevel=2
-            )
+            why = f"no record of slot {self.slot} came"
+            if self._passed:
+                why = f"no episode of slot {self.slot} began within {self._passed} records; run longer or use frames="
+            warnings.warn(f"{self.path}: nothing was recorded, {why}", RuntimeWarning, stacklevel=2)
 
     def __enter__(self) -> Recording:
         return self
@@ -319,7 +322,10 @@ def _write_gif(path: Path, frames: Iterator[Array], fps: float) -> None:
     images = (image(frame) for frame in frames)
     first = next(images, None)
     if first is not None:
-        first.save(path, save_all=True, append_images=images, duration=10 * max(1, round(100 / fps)), loop=0)
+        try:
+            first.save(path, save_all=True, append_images=images, duration=10 * max(1, round(100 / fps)), loop=0)
+        except OSError as error:
+            raise OSError(f"{path}: {error}") from error
 
 
 def _write_mp4(path: Path, frames: Iterator[Array], fps: float) -> None:

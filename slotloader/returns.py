@@ -161,7 +161,8 @@ def lambda_returns_with(
     _require_lambda(lambda_)
     unroll = _Unroll(maths, rewards, discounts, values, bootstrap_value, valid)
     terms = unroll.rewards + unroll.discounts * (1.0 - lambda_) * unroll.next_values
-    return maths.backwards(unroll.where_valid(terms, unroll.values), unroll.discounts * lambda_, unroll.bootstrap)
+    start = maths.xp.where(unroll.valid[-1], unroll.bootstrap, 0.0)  # else its NaN would come through with a factor of 0
+    return maths.backwards(unroll.where_valid(terms, unroll.values), unroll.discounts * lambda_, start)
 
 
 def n_step_returns_with(
@@ -178,7 +179,8 @@ def n_step_returns_with(
 
 
 def _require_lambda(lambda_: Any) -> None:
-    if isinstance(lambda_, (int, float)) and not 0 <= lambda_ <= 1:
+    known = isinstance(lambda_, (int, float, np.number, str)) or lambda_ is None
+    if known and not (isinstance(lambda_, (int, float, np.number)) and 0 <= lambda_ <= 1):
         raise ValueError(f"lambda_: expected a number from 0 to 1, found {lambda_!r}")
 
 

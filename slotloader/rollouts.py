@@ -35,7 +35,7 @@ class Rollouts(Iterator[Unroll]):
     """
 
     def __init__(self, batches: DeviceBatches, policy: Policy, length: int, quorum: float | None) -> None:
-        if quorum is not None and not 0.0 < quorum <= 1.0:
+        if quorum is not None and not (isinstance(quorum, (int, float)) and 0.0 < quorum <= 1.0):
             raise ValueError(f"quorum: expected a share above 0 and up to 1, found {quorum!r}")
         self._batches, self._policy, self._quorum = batches, policy, quorum
         self._unrolls = Unrolls(batches, length)

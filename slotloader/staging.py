@@ -10,7 +10,7 @@ of them away and sees a wrong result.
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import field as declare
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ class BytesTensor(NamedTuple):
 
     Attributes:
       data: uint8 (bucket, capacity); bytes beyond a row's length are undefined.
-      lengths: bytes used in each row, (bucket,); 0 for padding.
+      lengths: int32 (bucket,), bytes used in each row; 0 for padding.
     """
 
     data: Any
@@ -145,8 +145,9 @@ def make_plan(table: Table, ops: DeviceOps, names: Sequence[str] | None, float64
     Raises:
       ValueError: an unknown name, or a leaf that the device has no dtype for.
     """
-    chosen = FIELDS if names is None else tuple(names)
-    if isinstance(names, str) or any(name not in FIELDS for name in chosen):
+    listed = names is None or (isinstance(names, Iterable) and not isinstance(names, str))
+    chosen = FIELDS if names is None or not listed else tuple(names)
+    if not listed or any(name not in FIELDS for name in chosen):
         raise ValueError(f"fields: expected some of {FIELDS}, found {names!r}")
     if float64 not in ("float32", "keep"):
         raise ValueError(f"float64: expected 'float32' or 'keep', found {float64!r}")
@@ -168,6 +169,8 @@ def make_plan(table: Table, ops: DeviceOps, names: Sequence[str] | None, float64
         begin, at = len(fields), iter(columns)
         for leaf in leaves(tree):
             for _, dtype, shape in parts(leaf):
+                if leaf.kind is not Kind.ARRAY and dtype == np.uint32:
+                    dtype = np.dtype(np.int32)  # lengths: torch can do little with unsigned numbers
                 found, narrowed = _device_dtype(ops, leaf, dtype, float64)
                 fill = table.num_slots if name == "env_indices" else 0  # the scratch row of `SlotState`
                 fields.append(Field(name, next(at), shape, found, fill, narrowed))

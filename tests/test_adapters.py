@@ -56,7 +56,7 @@ def assert_rows(adapt: Adapt, found: Any, expected: Any, bucket: int) -> None:
     elif isinstance(expected, BytesColumn):
         assert isinstance(found, BytesTensor)
         assert host(found.data).shape == (bucket, *expected.data.shape[1:])
-        assert_rows(adapt, found.lengths, expected.lengths, bucket)
+        assert_rows(adapt, found.lengths, expected.lengths.astype(np.int32), bucket)
         for row, length in enumerate(expected.lengths):
             np.testing.assert_array_equal(host(found.data)[row, :length], expected.data[row, :length])
     else:

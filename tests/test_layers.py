@@ -19,7 +19,7 @@ ORDER = (
     "errors", "arguments", "specs", "spaces", "values", "layout", "slots", "signals", "envs", "former", "stats",
     "channel", "pickling", "processes", "reports", "isolation", "runner", "workers", "buffers", "batches", "actions",
     "supervision", "fleet", "local_fleets", "worker_process", "nursery", "process_fleet", "progress", "recording",
-    "receiver", "loader", "devices", "staging", "policies", "learners", "rollouts", "background", "preparation",
+    "receiver", "loader", "devices", "staging", "policies", "history", "learners", "rollouts", "background", "preparation",
     "completion", "device_batch", "device_batches", "returns", "evaluation", "__init__", "demo", "cli",
 )  # fmt: skip
 THIRD_PARTY = {"numpy", "posix_ipc", "msgpack", "cloudpickle"}

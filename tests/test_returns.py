@@ -338,3 +338,18 @@ def test_wrong_numbers_are_refused(module: Any) -> None:
         module.n_step_returns(**given, n=0)
     with pytest.raises(ValueError, match=r"lambda_: expected a number from 0 to 1, found 1\.5"):
         module.gae(**given, lambda_=1.5)
+
+
+def test_what_lies_behind_an_invalid_row_reaches_no_return() -> None:
+    ones, valid = np.ones((3, 2), np.float32), np.array([[1, 1], [1, 1], [0, 1]], bool)
+    behind = np.array([np.nan, 1.0], np.float32)
+    found = lambda_returns(ones, ones, ones, behind, 0.9, valid)
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found[:, 0], lambda_returns(ones, ones, ones, ones[0], 0.9, valid)[:, 0])
+
+
+@pytest.mark.parametrize("wrong", [2.0, np.float32(2), -0.1, "0.9", None])
+def test_a_lambda_that_is_no_share_is_refused(wrong: Any) -> None:
+    ones = np.ones((3, 2), np.float32)
+    with pytest.raises(ValueError, match=r"lambda_: expected a number from 0 to 1, found"):
+        gae(ones, ones, ones, ones[0], wrong)
