@@ -143,8 +143,12 @@ class TorchOps(HostOps):
 
     def compute(self, function: Callable[..., Any], *args: Any) -> Any:
         """A call without gradients; not in inference mode, so that a learner can use what it keeps."""
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        try:  # not `with torch.no_grad()`: Ctrl-C while that is being entered would leave gradients off for good
+            torch._C._set_grad_enabled(False)
             return function(*args)
+        finally:
+            torch._C._set_grad_enabled(before)
 
     def d2h(self, array: Any) -> Any:
         """A host tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from checks import clean as clean_block
 # Before torch, numpy's BLAS and jax are imported: their threads spin for the cores that workers need.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts that get Ctrl-C would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "process": {"backend": "process", "preload": ["toys"]},

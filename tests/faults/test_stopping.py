@@ -287,8 +287,8 @@ from sick import Stuck
 
 with SlotLoader(partial(Stuck, directory="."), 2) as loader:
     loader.recv(min_get=2).send([0, 0])
-    print("up", flush=True)
     try:
+        print("up", flush=True)
         loader.recv()
     finally:
         print("closing", flush=True)
