@@ -166,8 +166,8 @@ def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
       ValueError: trees of different structure.
     """
     for other in rest:
-        if _structure(tree) != _structure(other):
-            raise ValueError(f"expected a tree with {_structure(tree)}, found {_structure(other)}")
+        if structure_of(tree) != structure_of(other):
+            raise ValueError(f"expected {structure_of(tree)}, found {structure_of(other)}")
     if tree is None:
         return None
     if isinstance(tree, dict):
@@ -178,9 +178,10 @@ def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return function(tree, *rest)
 
 
-def _structure(tree: Any) -> str:
+def structure_of(tree: Any) -> str:
+    """What the top of a tree is, in words; alike for trees that `map_tree` can go through together."""
     if isinstance(tree, dict):
-        return f"keys {sorted(map(str, tree))}"
+        return f"a dict with keys {sorted(map(str, tree))}"
     if isinstance(tree, (tuple, list)):
         return f"{len(tree)} entries"
     return "None" if tree is None else "an array"

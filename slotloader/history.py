@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slotloader.devices import DeviceOps, kind_of, map_tree
+from slotloader.devices import DeviceOps, kind_of, map_tree, structure_of
 from slotloader.specs import Array
 
 
@@ -143,11 +143,5 @@ def _flatten_like(template: Any, tree: Any, found: list[Any], path: str) -> None
 
 
 def _another(path: str, template: Any, tree: Any) -> ValueError:
-    def show(part: Any) -> str:
-        if isinstance(part, dict):
-            return f"a dict with keys {list(part)}"
-        if isinstance(part, (tuple, list)):
-            return f"{len(part)} entries"
-        return "None" if part is None else "an array"
-
-    return ValueError(f"add: {path}: expected {show(template)}, as with the first batch, found {show(tree)}")
+    expected, found = structure_of(template), structure_of(tree)
+    return ValueError(f"add: {path}: expected {expected}, as with the first batch, found {found}")

@@ -270,8 +270,8 @@ class Transitions(_Assembler):
         return self._read(slots[rows], starts, ends, reward, discount)
 
     def _forget(self, slots: Array) -> None:
-        super()._forget(slots)
         self._open[slots] = -1.0
+        super()._forget(slots)
 
     def _advance(self, host: Batch, follows: Array, again: Array, places: Array) -> tuple[Array, Array, Array, Array]:
         """Takes the rewards of a batch into the open transitions.
@@ -394,8 +394,8 @@ class Unrolls(_Assembler):
         return np.asarray(slots[self._count[slots] > self.length])
 
     def _forget(self, slots: Array) -> None:
-        super()._forget(slots)
         self._count[slots] = 0
+        super()._forget(slots)
 
     def begin(self, slots: Array) -> None:
         """The newest record of each slot becomes the first of its next unroll, whatever its last one lacks."""
