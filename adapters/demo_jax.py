@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from slotloader.adapters.jax_adapter import to_jax
+from slotloader.device.policies import Acted, Inputs, Policy
 from slotloader.device_batches import DeviceBatches
 from slotloader.loader import SlotLoader
-from slotloader.policies import Acted, Inputs, Policy
 
 
 def start(loader: SlotLoader, params: dict[str, Any], low: int) -> tuple[DeviceBatches, Policy, str]:
@@ -18,7 +18,7 @@ def start(loader: SlotLoader, params: dict[str, Any], low: int) -> tuple[DeviceB
 
     Args:
       loader: the fleet.
-      params: numpy weights, see `slotloader.demo.make_params`.
+      params: numpy weights, see `slotloader.tools.demo.make_params`.
       low: the first action.
     """
     batches = to_jax(loader, fields=["obs"])

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from slotloader.adapters.torch_adapter import ops_for, to_torch
+from slotloader.device.policies import Acted, Inputs, Policy
 from slotloader.device_batches import DeviceBatches
 from slotloader.loader import SlotLoader
-from slotloader.policies import Acted, Inputs, Policy
 
 
 def start(loader: SlotLoader, params: dict[str, Any], low: int) -> tuple[DeviceBatches, Policy, str]:
@@ -18,7 +18,7 @@ def start(loader: SlotLoader, params: dict[str, Any], low: int) -> tuple[DeviceB
 
     Args:
       loader: the fleet.
-      params: numpy weights, see `slotloader.demo.make_params`.
+      params: numpy weights, see `slotloader.tools.demo.make_params`.
       low: the first action.
     """
     device = ops_for(None).device

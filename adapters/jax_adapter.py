@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from slotloader.batching.receiver import Receiver
+from slotloader.device.ops import Adopted, HostOps, Stream, aligned_buffer
+from slotloader.device.preparation import FrameStack
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import Adopted, HostOps, Stream, aligned_buffer
 from slotloader.loader import SlotLoader
-from slotloader.preparation import FrameStack
-from slotloader.receiver import Receiver
-from slotloader.specs import Array
+from slotloader.records.specs import Array
 
 
 def to_jax(

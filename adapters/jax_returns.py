@@ -1,4 +1,4 @@
-"""V-trace, GAE, n-step and lambda returns on jax arrays: the functions of `slotloader.returns`, to be used inside `jax.jit`.
+"""V-trace, GAE, n-step and lambda returns on jax arrays: those of `learning.returns`, to be used inside `jax.jit`.
 
 Results are constants: no gradient flows through them.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slotloader import returns
-from slotloader.returns import Advantages, VTrace
+from slotloader.learning import returns
+from slotloader.learning.returns import Advantages, VTrace
 
 Array = jax.Array
 
@@ -59,7 +59,7 @@ def vtrace(
     lambda_: float = 1.0,
     valid: Array | None = None,
 ) -> VTrace:
-    """V-trace targets and advantages (Espeholt et al. 2018); see `slotloader.returns.vtrace` for arguments and shapes."""
+    """V-trace targets and advantages (Espeholt et al. 2018); see `learning.returns.vtrace` for arguments and shapes."""
     return returns.vtrace_with(
         _JAX, behaviour_log_probs, target_log_probs, rewards, discounts, values, bootstrap_value,
         clip_rho, clip_c, clip_pg_rho, lambda_, valid,
@@ -74,7 +74,7 @@ def gae(
     lambda_: float = 0.95,
     valid: Array | None = None,
 ) -> Advantages:
-    """Generalised advantage estimates (Schulman et al. 2016); see `slotloader.returns.gae` for arguments and shapes."""
+    """Generalised advantage estimates (Schulman et al. 2016); see `learning.returns.gae` for arguments and shapes."""
     return returns.gae_with(_JAX, rewards, discounts, values, bootstrap_value, lambda_, valid)
 
 
@@ -86,7 +86,7 @@ def lambda_returns(
     lambda_: float = 1.0,
     valid: Array | None = None,
 ) -> Array:
-    """Lambda returns (T, B); see `slotloader.returns.lambda_returns`."""
+    """Lambda returns (T, B); see `slotloader.learning.returns.lambda_returns`."""
     found: Array = returns.lambda_returns_with(_JAX, rewards, discounts, values, bootstrap_value, lambda_, valid)
     return found
 
@@ -99,6 +99,6 @@ def n_step_returns(
     n: int,
     valid: Array | None = None,
 ) -> Array:
-    """n-step returns (T, B); see `slotloader.returns.n_step_returns`. Under `jax.jit`, `n` is static."""
+    """n-step returns (T, B); see `slotloader.learning.returns.n_step_returns`. Under `jax.jit`, `n` is static."""
     found: Array = returns.n_step_returns_with(_JAX, rewards, discounts, values, bootstrap_value, n, valid)
     return found

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from slotloader.batching.receiver import Receiver
+from slotloader.device.ops import HostOps
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import HostOps
 from slotloader.loader import SlotLoader
-from slotloader.receiver import Receiver
 
 
 def to_numpy(loader: SlotLoader | Receiver, **options: Any) -> DeviceBatches:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from slotloader.batching.receiver import Receiver
+from slotloader.device.ops import Adopted, HostOps, Own, Stream, aligned_buffer, map_tree
+from slotloader.device.policies import positional
+from slotloader.device.preparation import FrameStack
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import Adopted, HostOps, Own, Stream, aligned_buffer, map_tree
 from slotloader.loader import SlotLoader
-from slotloader.policies import positional
-from slotloader.preparation import FrameStack
-from slotloader.receiver import Receiver
-from slotloader.specs import Array
+from slotloader.records.specs import Array
 
 _DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,

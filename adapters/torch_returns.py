@@ -1,4 +1,4 @@
-"""V-trace, GAE, n-step and lambda returns on torch tensors: the functions of `slotloader.returns`, on the tensors' device.
+"""V-trace, GAE, n-step and lambda returns on torch tensors: those of `learning.returns`, on the tensors' device.
 
 Results are constants: no gradient flows through them. `torch.compile` takes these functions as they are.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from slotloader import returns
-from slotloader.returns import Advantages, VTrace
+from slotloader.learning import returns
+from slotloader.learning.returns import Advantages, VTrace
 
 Tensor = torch.Tensor
 
@@ -58,7 +58,7 @@ def vtrace(
     lambda_: float = 1.0,
     valid: Tensor | None = None,
 ) -> VTrace:
-    """V-trace targets and advantages (Espeholt et al. 2018); see `slotloader.returns.vtrace` for arguments and shapes."""
+    """V-trace targets and advantages (Espeholt et al. 2018); see `learning.returns.vtrace` for arguments and shapes."""
     return returns.vtrace_with(
         _TORCH, behaviour_log_probs, target_log_probs, rewards, discounts, values, bootstrap_value,
         clip_rho, clip_c, clip_pg_rho, lambda_, valid,
@@ -74,7 +74,7 @@ def gae(
     lambda_: float = 0.95,
     valid: Tensor | None = None,
 ) -> Advantages:
-    """Generalised advantage estimates (Schulman et al. 2016); see `slotloader.returns.gae` for arguments and shapes."""
+    """Generalised advantage estimates (Schulman et al. 2016); see `learning.returns.gae` for arguments and shapes."""
     return returns.gae_with(_TORCH, rewards, discounts, values, bootstrap_value, lambda_, valid)
 
 
@@ -87,7 +87,7 @@ def lambda_returns(
     lambda_: float = 1.0,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Lambda returns (T, B); see `slotloader.returns.lambda_returns`."""
+    """Lambda returns (T, B); see `slotloader.learning.returns.lambda_returns`."""
     found: Tensor = returns.lambda_returns_with(_TORCH, rewards, discounts, values, bootstrap_value, lambda_, valid)
     return found
 
@@ -101,6 +101,6 @@ def n_step_returns(
     n: int,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """n-step returns (T, B); see `slotloader.returns.n_step_returns`."""
+    """n-step returns (T, B); see `slotloader.learning.returns.n_step_returns`."""
     found: Tensor = returns.n_step_returns_with(_TORCH, rewards, discounts, values, bootstrap_value, n, valid)
     return found

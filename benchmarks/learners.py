@@ -24,8 +24,7 @@ ALONE, BESIDE = "run", "background beside a learner"
 
 def assembly(assembler: str, batches: int) -> dict[str, float]:
     """Microseconds of `add` per transition."""
-    from slotloader import SlotLoader
-    from slotloader.learners import Transitions, Unrolls
+    from slotloader import SlotLoader, Transitions, Unrolls
 
     spec = Workload(32, (8,), "int32", episode_length=200)
     actions = np.zeros(32, np.int64)
@@ -51,8 +50,7 @@ def assembly(assembler: str, batches: int) -> dict[str, float]:
 
 def acting(learns: bool, seconds: float) -> dict[str, float]:
     """Env steps per second of the heavy workload."""
-    from slotloader import SlotLoader, to_numpy
-    from slotloader.learners import Unrolls
+    from slotloader import SlotLoader, Unrolls, to_numpy
 
     spec = Workload(64, (8,), "int32", step_s=0.05, episode_length=200)
     actions = np.zeros(64, np.int64)

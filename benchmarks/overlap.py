@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import Case, Check, median_of, parse_arguments, ratio, report, run_cases
 from benchmarks.workloads import BenchEnv, Workload
-from slotloader.devices import HostOps, Stream
+from slotloader.device.ops import HostOps, Stream
 
 ENVS, STEP_S, BATCH = 128, 0.010, 32
 OVERSLEEP_S = 0.0003

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from slotloader import Acted, SlotLoader, evaluate, to_jax
+from slotloader import Acted, SlotLoader, Unrolls, evaluate, to_jax
 from slotloader.adapters.jax_returns import vtrace
-from slotloader.learners import Unrolls
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--env", default="CartPole-v1", help="a gymnasium id with Discrete actions")

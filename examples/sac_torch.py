@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slotloader import Acted, SlotLoader, evaluate, to_torch
-from slotloader.learners import Transitions
+from slotloader import Acted, SlotLoader, Transitions, evaluate, to_torch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--env", default="Pendulum-v1", help="a gymnasium id with Box observations and actions")

@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from slotloader.batches import Batch, BytesColumn, Episode
-from slotloader.device_batch import DeviceBatch
+from slotloader.batching.batches import Batch, BytesColumn, Episode
+from slotloader.batching.receiver import Receiver
+from slotloader.batching.stats import Dwell, Stats
+from slotloader.device.batch import DeviceBatch
+from slotloader.device.policies import Acted, Inputs, Policy, RecurrentState
+from slotloader.device.staging import BytesTensor
 from slotloader.device_batches import DeviceBatches, Run
-from slotloader.envs import EnvContext, EpisodeKey
 from slotloader.errors import (
     ActionError,
     EnvFailed,
@@ -17,15 +20,12 @@ from slotloader.errors import (
     SpecMismatch,
     WorkerDied,
 )
-from slotloader.evaluation import EvalResult, evaluate
-from slotloader.learners import Transition, Transitions, Unroll, Unrolls
+from slotloader.learning.evaluation import EvalResult, evaluate
+from slotloader.learning.learners import Transition, Transitions, Unroll, Unrolls
+from slotloader.learning.returns import Advantages, VTrace, gae, lambda_returns, n_step_returns, vtrace
 from slotloader.loader import SlotLoader
-from slotloader.policies import Acted, Inputs, Policy, SlotState
-from slotloader.receiver import Receiver
-from slotloader.returns import Advantages, VTrace, gae, lambda_returns, n_step_returns, vtrace
-from slotloader.slots import StepType
-from slotloader.staging import BytesTensor
-from slotloader.stats import Dwell, Stats
+from slotloader.records.step_type import StepType
+from slotloader.worker.envs import EnvContext, EpisodeKey
 
 if TYPE_CHECKING:
     from slotloader.adapters.jax_adapter import to_jax
@@ -56,10 +56,10 @@ __all__ = [
     "Policy",
     "Receiver",
     "RecordMismatch",
+    "RecurrentState",
     "Run",
     "SlotLoader",
     "SlotLoaderError",
-    "SlotState",
     "SpecMismatch",
     "Stats",
     "StepType",

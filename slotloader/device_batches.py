@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from slotloader.arguments import require_count, require_seed
-from slotloader.background import Background, OnFull
-from slotloader.batches import Batch, Episode
-from slotloader.completion import Completer, Pending
-from slotloader.device_batch import DeviceBatch
-from slotloader.devices import DeviceOps, Stream
+from slotloader.batching.batches import Batch, Episode
+from slotloader.batching.progress import BoundedIterator
+from slotloader.batching.receiver import DEFAULT, Receiver
+from slotloader.device.batch import DeviceBatch
+from slotloader.device.completion import Completer, Pending
+from slotloader.device.ops import DeviceOps, Stream
+from slotloader.device.policies import Acted, Policy, RecurrentState, as_contract, make_step
+from slotloader.device.preparation import FrameStack, Preparation
+from slotloader.device.staging import Staging, checked_buckets, make_plan
 from slotloader.errors import ActionError, LeaseExpired, LoaderClosed, SpecMismatch
-from slotloader.learners import Unrolls
+from slotloader.learning.background import Background, OnFull
+from slotloader.learning.learners import Unrolls
+from slotloader.learning.rollouts import Rollouts, bound
 from slotloader.loader import SlotLoader
-from slotloader.policies import Acted, Policy, SlotState, as_contract, make_step
-from slotloader.preparation import FrameStack, Preparation
-from slotloader.progress import BoundedIterator
-from slotloader.receiver import DEFAULT, Receiver
-from slotloader.rollouts import Rollouts, bound
-from slotloader.specs import Array, Kind, Leaf, flatten, leaves, show_path
-from slotloader.staging import Staging, checked_buckets, make_plan
+from slotloader.records.specs import Array, Kind, Leaf, flatten, leaves, show_path
 
 CLOSE_TIMEOUT = 5.0
 _MANY = 64  # batches that are remembered before the answered ones are dropped
@@ -322,13 +322,13 @@ class DeviceBatches:
         adopted = self.ops.adopt(policy, params)
         contract, only_obs = as_contract(adopted.function, adopted.params is not None)
         names = ("obs",) if only_obs and "obs" in self.plan.spans and state is None else tuple(self.plan.spans)
-        slot_state = None if state is None else SlotState(self.ops, self.table_slots, state)
-        if slot_state is not None and "step_type" not in self.plan.spans:
+        recurrent = None if state is None else RecurrentState(self.ops, self.table_slots, state)
+        if recurrent is not None and "step_type" not in self.plan.spans:
             raise ValueError("state: expected 'step_type' among fields=, since a FIRST record begins a new state")
-        step = make_step(self.ops, self.plan.part(names), contract, None if slot_state is None else slot_state.initial)
+        step = make_step(self.ops, self.plan.part(names), contract, None if recurrent is None else recurrent.initial)
         keys = self.ops.keys(self._seed if seed is None else require_seed("seed", seed), compiled)
         static = compiled and self.ops.static_outputs(options or {})
-        return Policy(self.ops, step, names, adopted.params, slot_state, keys, adopted.own, adopted.params_of, static)
+        return Policy(self.ops, step, names, adopted.params, recurrent, keys, adopted.own, adopted.params_of, static)
 
     def _examples(self, rows: int, names: tuple[str, ...]) -> list[Any]:
         """Padding rows to compile with; whatever brings batches to the device is warmed up, so nothing is compiled later."""
@@ -344,13 +344,13 @@ class DeviceBatches:
             commit()
         return self.staging.examples(rows, names)[1] if self._hides else [x for name in names for x in found[name]]
 
-    def slot_state(self, initial: Any) -> SlotState:
+    def recurrent_state(self, initial: Any) -> RecurrentState:
         """Recurrent state for a loop of your own: `gather(batch)`, act, `scatter(batch, new)`.
 
         Args:
           initial: the state of one slot when an episode begins: a tree of arrays without a batch axis, usually zeros.
         """
-        return SlotState(self.ops, self.table_slots, initial)
+        return RecurrentState(self.ops, self.table_slots, initial)
 
     def run(
         self,

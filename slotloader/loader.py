@@ -15,25 +15,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slotloader import envs as env_sources
-from slotloader import stats as figures
-from slotloader.actions import ActionBounds, Scatterer
 from slotloader.arguments import require_count, require_seed
-from slotloader.batches import Batch, Gatherer
+from slotloader.batching import stats as figures
+from slotloader.batching.actions import ActionBounds, Scatterer
+from slotloader.batching.batches import Batch, Gatherer
+from slotloader.batching.former import Request
+from slotloader.batching.progress import BoundedIterator
+from slotloader.batching.receiver import DEFAULT, Receiver
+from slotloader.batching.recording import Recording
 from slotloader.errors import LoaderClosed, SlotLoaderError
-from slotloader.fleet import Fleet
-from slotloader.former import Request
-from slotloader.layout import MAX_RECEIVERS, Layout
-from slotloader.local_fleets import InlineFleet, ThreadFleet
-from slotloader.progress import BoundedIterator
-from slotloader.receiver import DEFAULT, Receiver
-from slotloader.recording import Recording
-from slotloader.reports import error_from, summary
-from slotloader.runner import EnvOptions, OnReset
-from slotloader.slots import State
-from slotloader.spaces import column_of
-from slotloader.supervision import Limits, OnFailure
-from slotloader.workers import WorkerConfig
+from slotloader.fleet.local import InlineFleet, ThreadFleet
+from slotloader.fleet.supervision import Limits, OnFailure
+from slotloader.fleet.supervisor import Fleet
+from slotloader.messages.reports import error_from, summary
+from slotloader.records.spaces import column_of
+from slotloader.table.layout import MAX_RECEIVERS, Layout
+from slotloader.table.slots import SlotState
+from slotloader.worker import envs as env_sources
+from slotloader.worker.runner import EnvOptions, OnReset
+from slotloader.worker.worker import WorkerConfig
 
 Backend = Literal["process", "thread", "inline"]
 
@@ -283,7 +283,7 @@ class SlotLoader:
     @property
     def num_envs(self) -> int:
         """Number of slots that have an env; `num_slots` counts those reserved by `capacity` and those lost, too."""
-        return int(np.count_nonzero(self.table.state != State.DEAD))
+        return int(np.count_nonzero(self.table.state != SlotState.DEAD))
 
     def call(
         self, name: str, *args: Any, slots: Sequence[int] | None = None, timeout: float | None = None, **kwargs: Any
@@ -355,7 +355,7 @@ class SlotLoader:
         if self.backend == "inline":
             raise SlotLoaderError("add_envs: expected backend='process' or 'thread', found 'inline'")
         factories = env_sources.factories(envs, num_envs, env_kwargs)
-        free = sorted(slot for slot in self._vacant if self.table.state[slot] == State.DEAD)
+        free = sorted(slot for slot in self._vacant if self.table.state[slot] == SlotState.DEAD)
         if len(free) < len(factories):
             raise ValueError(
                 f"add_envs: expected at most {len(free)} envs, found {len(factories)}; this loader has "
@@ -447,8 +447,8 @@ class SlotLoader:
         deadline = None if timeout is None else time.monotonic() + timeout
         table = self.table
         while True:
-            busy = (table.state == State.WRITING) | (table.resetting == 1) | (table.resting[table.owner] != self._pauses)
-            moving = np.flatnonzero(busy & (table.state != State.DEAD)).tolist()
+            busy = (table.state == SlotState.WRITING) | (table.resetting == 1) | (table.resting[table.owner] != self._pauses)
+            moving = np.flatnonzero(busy & (table.state != SlotState.DEAD)).tolist()
             if not moving:
                 return
             if self.closed:
@@ -641,7 +641,7 @@ def _make_fleet(
     if backend != "process":
         raise ValueError(f"backend: expected 'process', 'thread' or 'inline', found {backend!r}")
     try:
-        from slotloader.process_fleet import ProcessFleet
+        from slotloader.fleet.process import ProcessFleet
     except ImportError as error:  # Windows has no posix_ipc
         raise SlotLoaderError(
             f"backend='process' needs a POSIX system with posix_ipc ({error}); use backend='thread' or 'inline'"

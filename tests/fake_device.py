@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from slotloader.devices import HostOps, Stream, map_tree
-from slotloader.specs import Array
+from slotloader.device.ops import HostOps, Stream, map_tree
+from slotloader.records.specs import Array
 
 POISON = 0xFF
 PATIENCE = 2.0  # seconds that the completion thread waits for the main thread to run ahead

@@ -10,9 +10,9 @@ import pytest
 from gymnasium import spaces
 from hypothesis import strategies as st
 
-from slotloader import values
 from slotloader.errors import SpecMismatch
-from slotloader.specs import Array, Leaf, Tree, leaves
+from slotloader.records import values
+from slotloader.records.specs import Array, Leaf, Tree, leaves
 
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

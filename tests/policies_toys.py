@@ -12,9 +12,9 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Se
 from toys import Counting, Scripted
 
 import slotloader
-from slotloader.device_batch import DeviceBatch
+from slotloader.device.batch import DeviceBatch
+from slotloader.device.policies import Policy
 from slotloader.device_batches import DeviceBatches
-from slotloader.policies import Policy
 
 NAMES = ("numpy", "torch", "jax")
 

@@ -11,11 +11,11 @@ from helpers_values import any_space, columns_for, full_box, label, same, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotloader import values
-from slotloader.actions import ActionBounds, Scatterer
+from slotloader.batching.actions import ActionBounds, Scatterer
 from slotloader.errors import ActionError
-from slotloader.spaces import tree_of
-from slotloader.specs import Array, leaves
+from slotloader.records import values
+from slotloader.records.spaces import tree_of
+from slotloader.records.specs import Array, leaves
 
 SIDE = ("action",)
 SLOTS = np.array([4, 1, 6])  # not in order: `send` may be given any

@@ -18,9 +18,9 @@ from policies_toys import NAMES, Adapt, Echo, Layouts, Narrow, Replay, Strict, h
 from toys import Gated, episode_length
 
 from slotloader import Acted, ActionError, Inputs, LoaderClosed, SlotLoader
+from slotloader.device.ops import HostOps
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import HostOps
-from slotloader.learners import Unrolls
+from slotloader.learning.learners import Unrolls
 
 INLINE: dict[str, Any] = {"backend": "inline", "timeout": None}
 
@@ -410,7 +410,7 @@ def test_a_failure_reaches_a_recv_that_waits_for_slow_envs(tmp_path: Path) -> No
 def test_a_recv_that_counts_on_actions_for_an_env_that_has_ended_learns_of_it_when_they_land(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("slotloader.receiver.SLICE", 60.0)
+    monkeypatch.setattr("slotloader.batching.receiver.SLICE", 60.0)
     with SlotLoader(Narrow, 2, backend="thread", min_get=2) as loader, DeviceBatches(loader, Later()) as batches:
         batches.recv().release()
         first, _ = batches.recv(1, 1), batches.recv(1, 1)
@@ -435,7 +435,7 @@ def test_a_recv_that_counts_on_actions_for_an_env_that_has_ended_learns_of_it_wh
 
 
 def test_stopping_a_run_between_two_lines_leaves_nothing_leased(adapt: Adapt, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotloader.progress import BoundedIterator
+    from slotloader.batching.progress import BoundedIterator
 
     following = BoundedIterator.__next__
     calls = 0
@@ -742,7 +742,7 @@ EXIT = """
 import threading, time, numpy as np
 import slotloader
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import HostOps
+from slotloader.device.ops import HostOps
 
 class Slow(HostOps):
     def at_once(self, array):

@@ -16,7 +16,7 @@ from toys import Counting, Scripted, episode_length
 
 import slotloader
 from slotloader import ActionError, BytesTensor, LeaseExpired, LoaderClosed, SlotLoader, SlotLoaderError, StepType
-from slotloader.batches import BytesColumn
+from slotloader.batching.batches import BytesColumn
 
 INLINE: dict[str, Any] = {"backend": "inline", "timeout": None}
 clean = pytest.mark.usefixtures("clean")
@@ -585,5 +585,5 @@ def test_an_adapter_without_its_framework_names_the_extra(name: str, tmp_path: P
 
 
 def test_all_names_of_the_package_are_there() -> None:
-    for name in ("DeviceBatch", "DeviceBatches", "Policy", "Inputs", "Acted", "SlotState", "BytesTensor", "Run"):
+    for name in ("DeviceBatch", "DeviceBatches", "Policy", "Inputs", "Acted", "RecurrentState", "BytesTensor", "Run"):
         assert hasattr(slotloader, name)

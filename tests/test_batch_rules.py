@@ -14,7 +14,7 @@ from checks import Once, drive, until
 from toys import Counting, Endless, Gated, Working
 
 from slotloader import FleetStalled, SlotLoader, SlotLoaderError
-from slotloader.slots import State
+from slotloader.table.slots import SlotState
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -47,7 +47,7 @@ def outside(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def ready(loader: SlotLoader, *slots: int) -> bool:
-    return all(loader.table.state[slot] == State.READY for slot in slots)
+    return all(loader.table.state[slot] == SlotState.READY for slot in slots)
 
 
 # 1

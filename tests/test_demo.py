@@ -21,7 +21,7 @@ def example(path: Path, name: str, *arguments: str, without: str = "") -> Ran:
 
 def demo(path: Path, *arguments: str, without: str = "") -> Ran:
     head = f"import sys\nsys.modules.update(dict.fromkeys({[without] if without else []}))\n"
-    code = f"from slotloader.cli import main\nsys.exit(main({['demo', *arguments]}))"
+    code = f"from slotloader.tools.cli import main\nsys.exit(main({['demo', *arguments]}))"
     return run_script(path, head + code, "-W", "error", timeout=110)
 
 

@@ -16,7 +16,7 @@ from toys import Counting, LongOrShort, Mortal, RaisesOnce
 
 import slotloader
 from slotloader import Acted, EvalResult, SlotLoader, SlotLoaderError, evaluate, to_numpy
-from slotloader.envs import evaluation_seed
+from slotloader.worker.envs import evaluation_seed
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from fake_device import FakeOps
 
-from slotloader import Acted, SlotLoader, completion, device_batches, policies, staging
+from slotloader import Acted, SlotLoader, device_batches
+from slotloader.device import completion, policies, staging
+from slotloader.device.ops import Stream
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import Stream
 
 MODULES = (staging, completion, device_batches, policies)
 SOURCES = {module: inspect.getsource(module) for module in MODULES}

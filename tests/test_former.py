@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slotloader import former
-from slotloader.former import TAKE, Request, Wait, choose, decide
-from slotloader.specs import Array
+from slotloader.batching import former
+from slotloader.batching.former import TAKE, Request, Wait, choose, decide
+from slotloader.records.specs import Array
 
 MS = 1_000_000
 

@@ -15,8 +15,8 @@ from gymnasium.spaces import Box, Dict, Discrete, Text
 from policies_toys import NAMES, Adapt, host
 
 from slotloader import Acted, LeaseExpired, LoaderClosed, SlotLoader, to_torch
-from slotloader.history import History
-from slotloader.learners import Transitions, Unrolls
+from slotloader.learning.history import History
+from slotloader.learning.learners import Transitions, Unrolls
 
 INLINE: dict[str, Any] = {"backend": "inline", "timeout": None}
 
@@ -304,7 +304,7 @@ def test_rewards_without_a_limit_stay_in_their_own_transitions() -> None:
 
 FORK = """
 import os
-from slotloader import completion
+from slotloader.device import completion
 
 class Kept:
     def close(self, timeout):

@@ -16,13 +16,14 @@ from helpers_values import NUMBERS, ROOT, leaf, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotloader import layout as layouts
-from slotloader import slots, values
 from slotloader.errors import SlotLoaderError
-from slotloader.layout import ALIGNMENT, CONTROL, HEADER_BYTES, INFO_BYTES, MAX_RECEIVERS, Layout
-from slotloader.spaces import tree_of
-from slotloader.specs import Kind, Leaf, Tree, build, leaves
-from slotloader.specs import flatten as flattened
+from slotloader.records import values
+from slotloader.records.spaces import tree_of
+from slotloader.records.specs import Kind, Leaf, Tree, build, leaves
+from slotloader.records.specs import flatten as flattened
+from slotloader.table import layout as layouts
+from slotloader.table import slots
+from slotloader.table.layout import ALIGNMENT, CONTROL, HEADER_BYTES, INFO_BYTES, MAX_RECEIVERS, Layout
 
 array_leaves = st.builds(
     lambda dtype, shape: leaf(dtype, tuple(shape)), st.sampled_from(NUMBERS), st.lists(st.integers(0, 9), max_size=3)

@@ -16,9 +16,9 @@ from toys import Counting
 
 import slotloader
 from slotloader import SlotLoader
-from slotloader.batches import Batch
-from slotloader.learners import Transitions, Unrolls
-from slotloader.slots import StepType
+from slotloader.batching.batches import Batch
+from slotloader.learning.learners import Transitions, Unrolls
+from slotloader.records.step_type import StepType
 
 SLOTS, GAMMA = 5, 0.5
 EXAMPLES = 10_000 if "--soak" in sys.argv else 150  # random histories

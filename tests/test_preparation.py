@@ -13,8 +13,8 @@ from gymnasium.spaces import Box, Dict, Discrete, Text
 from policies_toys import NAMES, Adapt, Replay, host
 
 from slotloader import Acted, ActionError, SlotLoader, StepType
+from slotloader.device.ops import HostOps
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import HostOps
 
 SLOTS = 6
 INLINE: dict[str, Any] = {"backend": "inline", "timeout": None}

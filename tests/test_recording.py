@@ -20,7 +20,7 @@ from PIL import Image, ImageSequence
 from toys import Camera, Counting
 
 from slotloader import SlotLoader, evaluate, to_numpy
-from slotloader.recording import picker
+from slotloader.batching.recording import picker
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -254,7 +254,7 @@ def test_an_encoder_that_fails_does_not_stop_the_loop(tmp_path: Path, monkeypatc
         until(recordings[0]._queue.full)  # the consumer is waiting for room, or about to
         raise OSError("no space left")
 
-    monkeypatch.setattr("slotloader.recording._write_gif", broken)
+    monkeypatch.setattr("slotloader.batching.recording._write_gif", broken)
     with SlotLoader(Camera, 1, backend="inline") as loader:
         recording = loader.record(0, tmp_path / "a.gif")
         recordings.append(recording)

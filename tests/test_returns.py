@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Scripted
 
-from slotloader import SlotLoader, gae, lambda_returns, n_step_returns, returns, to_numpy, vtrace
+from slotloader import SlotLoader, gae, lambda_returns, n_step_returns, to_numpy, vtrace
 from slotloader.adapters import jax_returns, torch_returns
+from slotloader.learning import returns
 
 MODULES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "numpy": (returns, np.asarray),

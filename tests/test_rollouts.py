@@ -19,9 +19,9 @@ from toys import Counting, Endless, Gated
 
 import slotloader
 from slotloader import Acted, SlotLoader, SlotLoaderError, StepType
+from slotloader.device.ops import HostOps
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import HostOps
-from slotloader.learners import Transitions, Unroll, Unrolls
+from slotloader.learning.learners import Transitions, Unroll, Unrolls
 
 pytestmark = pytest.mark.usefixtures("clean")
 OPTIONS: dict[str, dict[str, Any]] = {"numpy": {}, "torch": {"backend": "eager"}, "jax": {}}

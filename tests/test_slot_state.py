@@ -11,9 +11,9 @@ import pytest
 from gymnasium.spaces import Box
 from policies_toys import NAMES, Adapt, Replay, host
 
-from slotloader import Acted, Inputs, SlotLoader, SlotState
+from slotloader import Acted, Inputs, RecurrentState, SlotLoader
+from slotloader.device.ops import HostOps
 from slotloader.device_batches import DeviceBatches
-from slotloader.devices import HostOps
 
 WIDTH, HIDDEN, SLOTS = 3, 4, 7
 
@@ -117,7 +117,7 @@ def test_run_equals_one_loop_per_env_over_ends_new_lives_and_padding(adapt: Adap
     counts: list[int] = []
     with fleet(env) as loader, adapt(loader, buckets=(5,)) as batches:
         bound = adapt.compile(batches, policy(adapt.xp), params=weights(), state=initial())
-        assert isinstance(bound.state, SlotState)
+        assert isinstance(bound.state, RecurrentState)
         batches.run(bound, env_steps=500)  # for jax compiled: hidden inputs, donated tables
         batches.run(bound, env_steps=500, on_batch=lambda batch, acted: counts.extend(host(acted.extras["count"]).tolist()))
         assert host(bound.state.tables["h"]).shape == (SLOTS + 1, HIDDEN)
@@ -153,7 +153,7 @@ def test_gather_and_scatter_equal_one_loop_per_env(adapt: Adapt, env: Any) -> No
     rng = np.random.default_rng(1)
     params = adapt.array(weights())
     with fleet(env) as loader, adapt(loader, buckets=(4, 5)) as batches:
-        state = batches.slot_state(initial())
+        state = batches.recurrent_state(initial())
         steps = 0
         while steps < many(adapt):
             most = int(rng.integers(1, 6))
@@ -193,7 +193,7 @@ def test_state_of_slots_outside_the_batch_does_not_change(adapt: Adapt) -> None:
 def test_the_reference_sees_a_state_that_is_not_reset(adapt: Adapt, env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test tests: with FIRST records ignored the envs find wrong actions."""
     monkeypatch.setattr(
-        "slotloader.policies.gather_state",
+        "slotloader.device.policies.gather_state",
         lambda ops, tables, initial, indices, is_first: ops.tree_map(lambda table: table[indices], tables),
     )
     with fleet(env) as loader, adapt(loader, buckets=(5,)) as batches:

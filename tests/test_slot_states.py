@@ -16,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slotloader
-from slotloader import batches, receiver, runner, workers
-from slotloader.slots import LEGAL_MOVES, State, StepType
+from slotloader.batching import batches, receiver
+from slotloader.records.step_type import StepType
+from slotloader.table.slots import LEGAL_MOVES, SlotState
+from slotloader.worker import runner
+from slotloader.worker import worker as workers
 
-S = State
+S = SlotState
 OWNED = {"env": {S.STARTING, S.ACTED, S.WRITING}, "trainer": {S.READY, S.LEASED}}
 
 
@@ -59,7 +62,7 @@ def test_every_move_is_between_two_states() -> None:
 def test_from_any_state_the_sides_alone_bring_a_slot_round_or_leave_it_to_the_fleet(data: st.DataObject) -> None:
     """Random legal moves of env and trainer: a slot only ever rests where the fleet has put it."""
     both = sorted(LEGAL_MOVES["env"] | LEGAL_MOVES["trainer"])
-    state = data.draw(st.sampled_from(State))
+    state = data.draw(st.sampled_from(SlotState))
     if state in (S.PARKED, S.DEAD):
         assert not [target for source, target in both if source == state]
         return
@@ -85,12 +88,12 @@ def test_every_record_can_be_reached_again() -> None:
 
 
 def test_states_are_the_bytes_that_a_worker_looks_for() -> None:
-    states = np.array(list(State), np.uint8)
-    assert states.tolist() == list(range(len(State))) and len(State) < 256
+    states = np.array(list(SlotState), np.uint8)
+    assert states.tolist() == list(range(len(SlotState))) and len(SlotState) < 256
     for module in (runner, workers, receiver):
         for name, value in vars(module).items():
             if re.fullmatch(r"_(STARTING|ACTED|WRITING|READY|LEASED|DEAD)", name):
-                assert type(value) is int and value == State[name[1:]], f"{module.__name__}.{name}"
+                assert type(value) is int and value == SlotState[name[1:]], f"{module.__name__}.{name}"
             elif name[1:] in StepType.__members__:
                 as_int = value[0] if isinstance(value, bytes) else value
                 assert type(value) in (int, bytes) and as_int == StepType[name[1:]], f"{module.__name__}.{name}"
@@ -118,7 +121,7 @@ def test_no_module_compares_a_state_with_a_bare_number() -> None:
     bare = re.compile(r"(?<![a-z])states?(_words)?(\[[^\]]*\])?\s*(==|!=|=)\s*\d")
     lines = [
         f"{path.name}: {line.strip()}"
-        for path in sorted(Path(slotloader.__file__).parent.glob("*.py"))
+        for path in sorted(Path(slotloader.__file__).parent.rglob("*.py"))
         for line in path.read_text().splitlines()
         if bare.search(line)
     ]
@@ -132,7 +135,7 @@ def test_no_module_compares_a_state_with_a_bare_number() -> None:
 class Watched:
     """The state words of a table; notes each move and who made it."""
 
-    def __init__(self, words: Any, side: str, moves: list[tuple[str, State, State]]) -> None:
+    def __init__(self, words: Any, side: str, moves: list[tuple[str, SlotState, SlotState]]) -> None:
         self._words, self._side, self._moves = words, side, moves
 
     def __getitem__(self, at: Any) -> Any:
@@ -140,7 +143,7 @@ class Watched:
 
     def __setitem__(self, at: Any, value: Any) -> None:
         for old in np.atleast_1d(np.asarray(self._words)[at]):
-            self._moves.append((self._side, State(int(old)), State(int(value))))
+            self._moves.append((self._side, SlotState(int(old)), SlotState(int(value))))
         self._words[at] = value
 
 
@@ -159,8 +162,8 @@ class Env:
 
 
 @contextmanager
-def watched() -> Iterator[tuple[slotloader.SlotLoader, list[tuple[str, State, State]]]]:
-    moves: list[tuple[str, State, State]] = []
+def watched() -> Iterator[tuple[slotloader.SlotLoader, list[tuple[str, SlotState, SlotState]]]]:
+    moves: list[tuple[str, SlotState, SlotState]] = []
     with slotloader.SlotLoader(Env, num_envs=3, backend="inline", timeout=0, on_failure="raise") as loader:
         loader._receivers[0]._state = Watched(loader.table.state, "trainer", moves)  # type: ignore[assignment]
         for env_runner in loader.fleet._worker.runners:  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from helpers_values import NUMBERS, ROOT, any_space, columns_for, full_box, refu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotloader import values
-from slotloader.spaces import DEFAULT_PACKED_BYTES, column_of, tree_of
-from slotloader.specs import Kind, Leaf, differences, leaves, show_path, show_tree
+from slotloader.records import values
+from slotloader.records.spaces import DEFAULT_PACKED_BYTES, column_of, tree_of
+from slotloader.records.specs import Kind, Leaf, differences, leaves, show_path, show_tree
 
 seeds = st.integers(0, 2**31)
 

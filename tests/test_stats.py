@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotloader import SlotLoader
-from slotloader import stats as figures
-from slotloader.layout import Layout
-from slotloader.slots import State, Table, create_private
-from slotloader.specs import Array
-from slotloader.stats import BUSY_HIGH, BUSY_LOW, STRAGGLER_RATIO, Dwell, Histogram, Meter, Stats, judge, snapshot
+from slotloader.batching import stats as figures
+from slotloader.batching.stats import BUSY_HIGH, BUSY_LOW, STRAGGLER_RATIO, Dwell, Histogram, Meter, Stats, judge, snapshot
+from slotloader.records.specs import Array
+from slotloader.table.layout import Layout
+from slotloader.table.slots import SlotState, Table, create_private
 
 SHAPES = {
     "log-normal": lambda rng, n: rng.lognormal(13, 2, n),
@@ -141,7 +141,7 @@ def table(**words: Any) -> Table:
 
 
 def test_a_snapshot_counts_slots_and_times_per_slot() -> None:
-    state = [State.READY, State.LEASED, State.WRITING, State.DEAD]
+    state = [SlotState.READY, SlotState.LEASED, SlotState.WRITING, SlotState.DEAD]
     made = table(state=state, resetting=[0, 0, 1, 1], steps=[10, 2, 5, 0], step_ns=[10**9] * 3 + [0])
     made.resets[:], made.reset_ns[:] = [1, 1, 0, 0], [10**9, 0, 0, 0]
     meters = [Meter(), Meter()]

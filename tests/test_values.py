@@ -27,12 +27,12 @@ from helpers_values import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotloader import values
 from slotloader.errors import SpecMismatch
-from slotloader.layout import INFO_BYTES
-from slotloader.runner import _fit_reward, pack_info
-from slotloader.spaces import tree_of
-from slotloader.specs import Array, flatten
+from slotloader.records import values
+from slotloader.records.spaces import tree_of
+from slotloader.records.specs import Array, flatten
+from slotloader.table.layout import INFO_BYTES
+from slotloader.worker.runner import _fit_reward, pack_info
 
 SIZES = [3, 100]  # small arrays and large ones may be compared in different ways
 

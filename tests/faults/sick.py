@@ -23,7 +23,7 @@ import numpy as np
 from dm_env import specs
 from gymnasium.spaces import Box, Discrete
 
-from slotloader import runner
+from slotloader.worker import runner
 
 PRELOAD = ["sick"]
 SLOT, LIFE, EPISODE, T, ACTION, SEED = range(6)  # columns of `Alive`'s observation

@@ -39,10 +39,11 @@ from sick import (
     wait_for,
 )
 
-from slotloader import EnvFailed, SlotLoader, SlotLoaderError, WorkerDied, process_fleet
-from slotloader.envs import life_seed
-from slotloader.slots import State
-from slotloader.supervision import Limits, RestartPolicy
+from slotloader import EnvFailed, SlotLoader, SlotLoaderError, WorkerDied
+from slotloader.fleet.supervision import Limits, RestartPolicy
+from slotloader.fleet.supervisor import process as process_fleet
+from slotloader.table.slots import SlotState
+from slotloader.worker.envs import life_seed
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -279,7 +280,7 @@ def test_an_action_for_a_record_whose_env_died_is_dropped_and_the_next_record_is
         batch = loader.recv()
         play.take(batch)
         pid = play.kill(0)
-        assert loader.table.state[0] == State.LEASED
+        assert loader.table.state[0] == SlotState.LEASED
         assert batch.obs[0, T] == play.rows[0][-1][2]  # the row is untouched
         if when == "after":
             new_process_is_up(loader, 0, pid)
@@ -312,11 +313,11 @@ def test_a_ready_record_of_a_dead_life_is_delivered_before_the_new_life_begins()
     with SlotLoader(Alive, 2, **PROCESS, **RESTART) as loader:
         play = Play(loader)
         play.steps(5)
-        until(lambda: (loader.table.state == State.READY).all())
+        until(lambda: (loader.table.state == SlotState.READY).all())
         ready = loader.table.observation[0][:, T].tolist()
         pid = play.kill(0)
         new_process_is_up(loader, 0, pid)
-        assert loader.table.state[0] == State.READY
+        assert loader.table.state[0] == SlotState.READY
         batch = loader.recv(min_get=2)
         assert batch.obs[:, [LIFE, T]].tolist() == [[0, ready[0]], [0, ready[1]]]
         assert batch.episodes == []
@@ -331,11 +332,11 @@ def test_a_first_record_of_a_life_that_died_at_once_is_delivered_with_the_cut_be
     with SlotLoader(Alive, 1, **PROCESS, **RESTART) as loader:
         play = Play(loader)
         play.steps(5)
-        until(lambda: loader.table.state[0] == State.READY)
+        until(lambda: loader.table.state[0] == SlotState.READY)
         play.take(batch := loader.recv())
         pid = play.kill(0)
         batch.send([0])
-        until(lambda: loader.table.state[0] == State.READY)  # FIRST of life 1, not received yet
+        until(lambda: loader.table.state[0] == SlotState.READY)  # FIRST of life 1, not received yet
         new_process_is_up(loader, 0, pid)
         play.kill(0)
         batch = loader.recv()
@@ -588,7 +589,7 @@ def test_a_worker_that_is_frozen_before_it_takes_an_action_is_replaced_too() -> 
     with SlotLoader(Alive, 2, step_timeout=0.5, stall_timeout=10.0, **PROCESS) as loader:
         play = Play(loader)
         play.steps(5)
-        until(lambda: (loader.table.state == State.READY).all())
+        until(lambda: (loader.table.state == SlotState.READY).all())
         os.kill(loader.fleet.pids[0], signal.SIGSTOP)  # nothing of the env's is to blame: a debugger, a cgroup freezer
         play.until(lambda: play.life(0) == 1)
         play.steps(10)
@@ -612,7 +613,7 @@ def test_a_slot_that_is_given_up_because_its_nursery_is_frozen_stays_dead(
         until(lambda: reaped(pid) and not loader.fleet.pids)
         with pytest.raises(SlotLoaderError, match="no slot is left"):
             loader.recv(stall_timeout=1)
-        assert loader.table.state.tolist() == [State.DEAD]
+        assert loader.table.state.tolist() == [SlotState.DEAD]
         assert loader.stats().restarted == 0
 
 
@@ -646,7 +647,7 @@ def test_a_hung_thread_is_given_up_with_its_stack_and_writes_nothing_when_it_com
         until((tmp_path / "back").exists)
         play.steps(50, [0])
         assert (loader.table.observation[0][1] == before).all()
-        assert loader.table.state[1] == State.DEAD
+        assert loader.table.state[1] == SlotState.DEAD
 
 
 # Spares.

@@ -18,7 +18,7 @@ from play import Play
 from sick import PRELOAD, Alive
 
 from slotloader import SlotLoader
-from slotloader.signals import _namespace
+from slotloader.table.signals import _namespace
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -266,7 +266,7 @@ def test_a_running_loader_has_no_name_at_all_also_after_restarts() -> None:
 
 @pytest.mark.parametrize("what", ["_spawn", "_wait_ready", "attach", "wait_built"])
 def test_a_constructor_interrupted_at_any_point_leaves_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotloader.process_fleet import ProcessFleet
+    from slotloader.fleet.process import ProcessFleet
 
     original, calls = getattr(ProcessFleet, what), []
 
@@ -371,7 +371,7 @@ with SlotLoader(Alive, 3, preload=["sick"], on_failure="restart") as loader:
 STRANGER = """
 import json, pickle, sys
 import numpy as np
-from slotloader import slots
+from slotloader.table import slots
 
 layout, path = pickle.load(open(sys.argv[1], "rb")), sys.argv[2]
 with open(path, "r+b") as file:

@@ -1,0 +1,1 @@
+"""The device path: staging, padding, policies, and actions on their way back. What an adapter implements."""

@@ -1,0 +1,1 @@
+"""For learners: transitions, unrolls, rollouts, returns, evaluation."""

@@ -1,0 +1,1 @@
+"""What travels beside the slots: sockets, pickles, and what workers report."""

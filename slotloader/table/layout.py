@@ -1,0 +1,124 @@
+"""Where each word and each array of the shared region lies: pure arithmetic, the same in every process.
+
+The region is: header, control words (one array per word, one entry per slot, worker or receiver), then the request
+side (what envs write) and the response side (what the trainer writes), one dense array `[num_slots, *shape]` per part
+of each leaf. Every array starts on a 64-byte boundary, so two arrays never share a cache line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slotloader.records.specs import Leaf, Tree, leaves, show_path
+from slotloader.records.values import parts
+
+MAGIC = b"SLOTLDR\0"
+VERSION = 1
+HEADER_BYTES = 64
+ALIGNMENT = 64
+MAX_RECEIVERS = 16
+INFO_BYTES = 2048
+
+# Control words: name, dtype, rows ("slot", "worker" or "receiver"). W: who writes it, R: who reads it.
+# "env" is the side that owns the slot's environment, a worker or a gateway. What publishes what: see docs/slot_states.md.
+CONTROL: tuple[tuple[str, str, str], ...] = (
+    ("state", "u1", "slot"),  # SlotState; W: env, trainer or fleet by the table of legal moves; R: all
+    ("receiver", "u1", "slot"),  # which receiver to wake; W: trainer; R: env
+    ("step_type", "u1", "slot"),  # StepType of the record; W: env before READY; R: trainer after READY
+    ("resetting", "u1", "slot"),  # 1 while env.reset runs; W: env; R: trainer, for ages in errors and stats
+    ("life", "u4", "slot"),  # lives begun, from 0; W: env before its FIRST record is READY; R: trainer
+    ("owner", "u4", "slot"),  # worker index; W: fleet before the worker starts; R: all
+    ("sequence", "u8", "slot"),  # records published in all lives; W: env before READY; R: trainer, `Batch.sequence`
+    ("reward", "f4", "slot"),  # W: env before READY; R: trainer
+    ("publish_ns", "i8", "slot"),  # CLOCK_MONOTONIC when env.step returned; W: env before READY; R: trainer
+    # Start of the step or reset now running, W: env; of the wait for the worker while ACTED, W: trainer before ACTED; R: fleet
+    ("begin_ns", "i8", "slot"),
+    ("episode", "i8", "slot"),  # index within the life; W: env with FIRST; R: trainer
+    ("episode_seed", "i8", "slot"),  # seed of the episode's reset, -1 for none; W: env with FIRST; R: trainer
+    ("steps", "i8", "slot"),  # env.step calls; W: env; R: trainer, stats
+    ("step_ns", "i8", "slot"),  # their total time; W: env; R: trainer, stats
+    ("resets", "i8", "slot"),  # env.reset calls; W: env; R: trainer, stats
+    ("reset_ns", "i8", "slot"),  # their total time; W: env; R: trainer, stats
+    ("info_length", "u4", "slot"),  # bytes of the last record's info; W: env before READY; R: trainer
+    ("command", "u1", "worker"),  # 1: messages wait in the command socket; W: trainer sets it, worker clears it first
+    ("paused", "u4", "worker"),  # number of the pause: begin no step and no reset, 0: go on; W: trainer; R: worker
+    ("resting", "u4", "worker"),  # the pause in which it has come to rest; W: worker; R: trainer, in `drain`
+    ("stop", "u1", "worker"),  # 1: end in order; W: trainer, once; R: worker
+    ("wanted", "u8", "receiver"),  # 0: awake; else nap << 32 | records that end the sleep; W: receiver; R: env
+    ("first_slot", "u4", "receiver"),  # its share of the slots is [first_slot, end_slot); W: trainer; R: env
+    ("end_slot", "u4", "receiver"),
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of the region: `shape` includes the leading row count."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arithmetic of one region; picklable, so that a worker attaches with it.
+
+    Attributes:
+      num_slots: rows of every slot array.
+      num_workers: rows of every worker array.
+      observation, action, info: the trees; `info` is a dict of declared columns, perhaps empty.
+      fields: every array, in order.
+      nbytes: size of the whole region.
+      digest: 16 bytes over everything that both sides must agree on.
+    """
+
+    num_slots: int
+    num_workers: int
+    observation: Tree
+    action: Tree
+    info: Tree
+    fields: tuple[Field, ...]
+    nbytes: int
+    digest: bytes
+
+    @classmethod
+    def plan(cls, num_slots: int, num_workers: int, observation: Tree, action: Tree, info: Tree) -> Layout:
+        """Lays out a region for `num_slots` slots served by `num_workers` workers."""
+        rows = {"slot": num_slots, "worker": num_workers, "receiver": MAX_RECEIVERS}
+        wanted: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
+            (name, np.dtype(dtype), (rows[per],)) for name, dtype, per in CONTROL
+        ]
+        # Return so far; env steps so far, negative in a last record; life. W: env before READY; R: trainer. One array, so
+        # that the trainer keeps all three with one gather.
+        wanted.append(("progress", np.dtype(np.float64), (num_slots, 3)))
+        wanted.append(("info_data", np.dtype(np.uint8), (num_slots, INFO_BYTES)))
+        for tree in (observation, info, action):
+            wanted.extend((name, dtype, (num_slots, *shape)) for name, dtype, shape in tree_parts(tree))
+        fields, offset = [], HEADER_BYTES
+        for name, dtype, shape in wanted:
+            field = Field(name, dtype, shape, offset)
+            fields.append(field)
+            offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
+        kinds = [(leaf.kind.value, leaf.detail) for tree in (observation, info, action) for leaf in leaves(tree)]
+        text = repr((VERSION, [(f.name, f.dtype.str, f.shape, f.offset) for f in fields], kinds, offset))
+        digest = hashlib.sha256(text.encode()).digest()[:16]
+        return cls(num_slots, num_workers, observation, action, info, tuple(fields), offset, digest)
+
+
+def tree_parts(tree: Tree) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    """Name, dtype and per-slot shape of each array that holds `tree`, e.g. `obs["cam"]`."""
+    leaf: Leaf
+    for leaf in leaves(tree):
+        for suffix, dtype, shape in parts(leaf):
+            yield show_path(leaf.path) + suffix, dtype, shape

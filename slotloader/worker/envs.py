@@ -1,0 +1,242 @@
+"""Where environments come from, and one calling convention for all of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from slotloader.arguments import require_count
+from slotloader.errors import SpecMismatch
+from slotloader.records.specs import show_value
+
+EnvFactory = Callable[..., Any]
+
+# Packages that register a family of ids when imported; gymnasium no longer imports them by itself.
+_NAMESPACES = {"ALE": "ale_py", "dm_control": "shimmy", "miniwob": "miniwob", "procgen_gym": "procgen_gym"}
+
+
+@dataclass(frozen=True)
+class EnvContext:
+    """What a factory with one parameter is told.
+
+    Attributes:
+      slot: the slot that the env will own.
+      life: 0 for the first env of the slot, +1 each time it is rebuilt.
+      worker: index of the worker that hosts it.
+      seed: seed of this life's first reset.
+    """
+
+    slot: int
+    life: int
+    worker: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class EpisodeKey:
+    """Names one episode for `on_reset`: `episode` counts from 0 within its `life`."""
+
+    slot: int
+    life: int
+    episode: int
+
+
+def life_seed(seed: int, slot: int, life: int, spare: int = 0) -> int:
+    """The seed of an env's first reset: `seed + slot` at first, as gymnasium's vector envs do, then well spread."""
+    if spare:
+        return int(np.random.SeedSequence((seed, slot, life, spare)).generate_state(1)[0])
+    if life == 0:
+        return seed + slot
+    return int(np.random.SeedSequence((seed, slot, life)).generate_state(1)[0])
+
+
+def evaluation_seed(seed: int, slot: int, episode: int) -> int:
+    """The seed of one episode of `evaluate`; never that of a life, whatever the loader's own seed is."""
+    return int(np.random.SeedSequence((seed, slot, episode), spawn_key=(1,)).generate_state(1)[0])
+
+
+def factories(envs: Any, num_envs: int | None = None, env_kwargs: dict[str, Any] | None = None) -> list[EnvFactory]:
+    """Turns what a user passes to `SlotLoader` into one factory per env.
+
+    Args:
+      envs: a gymnasium id or EnvSpec, one factory, or a list of factories and ids.
+      num_envs: how many; required for one id or factory, checked against a list's length.
+      env_kwargs: keyword arguments for `gymnasium.make`, or for the factory.
+
+    Raises:
+      TypeError: something is not a factory.
+      ValueError: `num_envs` is missing, below 1, or not the length of the list.
+    """
+    if isinstance(envs, (list, tuple)):
+        if num_envs is not None and num_envs != len(envs):
+            raise ValueError(f"num_envs: expected {len(envs)}, the length of the list of envs, found {num_envs}")
+        found = [_factory(env, env_kwargs, f"envs[{index}]") for index, env in enumerate(envs)]
+        if not found:
+            raise ValueError("envs: expected at least one env, found an empty list")
+        return found
+    factory = _factory(envs, env_kwargs, "envs")
+    if num_envs is None:
+        raise ValueError("num_envs: expected how many copies of the env to run, found None; pass num_envs=8, say")
+    return [factory] * require_count("num_envs", num_envs)
+
+
+def _factory(env: Any, kwargs: dict[str, Any] | None, where: str) -> EnvFactory:
+    if isinstance(env, str):
+        return partial(make_registered, env, _registration(env), kwargs or {})
+    if hasattr(env, "entry_point") and hasattr(env, "id"):
+        return partial(make_registered, env.id, env, kwargs or {})
+    if hasattr(env, "step") and hasattr(env, "reset") and not isinstance(env, type):
+        raise TypeError(
+            f"{where}: expected a factory, found an environment ({type(env).__name__}); "
+            f"pass a function that makes it, e.g. lambda: {type(env).__name__}(), so that each worker builds its own"
+        )
+    if not callable(env):
+        raise TypeError(f"{where}: expected a factory or a gymnasium id, found {show_value(env)}")
+    return partial(env, **kwargs) if kwargs else env
+
+
+def _registration(env_id: str) -> Any:
+    """The EnvSpec of an id registered in this process (in `__main__`, say), to take along to the workers."""
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None:
+        return None
+    return gymnasium.registry.get(env_id)
+
+
+def make_registered(env_id: str, spec: Any, kwargs: dict[str, Any]) -> Any:
+    """Builds a gymnasium env by id in the worker, where its package may not have been imported yet."""
+    gymnasium = import_for(env_id)
+    if spec is not None and spec.id not in gymnasium.registry:
+        gymnasium.registry[spec.id] = spec
+    return gymnasium.make(env_id, **kwargs)
+
+
+def import_for(env_id: str) -> Any:
+    """Imports gymnasium and the package that registers `env_id`'s namespace; returns gymnasium."""
+    gymnasium = importlib.import_module("gymnasium")
+    package = _NAMESPACES.get(env_id.rpartition(":")[2].partition("/")[0])
+    if package is not None and package not in sys.modules:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{env_id}: its package {package} is not installed; pip install {package.replace('_', '-')}"
+            ) from error
+    return gymnasium
+
+
+def preloads(found: Sequence[EnvFactory]) -> list[str]:
+    """Modules that every worker will need anyway: importing them once, before workers fork, saves time and memory."""
+    ids = {factory.args[0] for factory in found if isinstance(factory, partial) and factory.func is make_registered}
+    packages = {_NAMESPACES.get(env_id.rpartition(":")[2].partition("/")[0]) for env_id in ids}
+    gymnasium = ids or "gymnasium" in sys.modules  # a factory of a trainer that has it most likely needs it too
+    return (["gymnasium"] if gymnasium else []) + sorted(package for package in packages if package)
+
+
+def call_factory(factory: EnvFactory, context: EnvContext) -> Any:
+    """Calls a factory, with the context if it has one required parameter."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # builtins without a signature
+        return factory()
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return factory(context) if len(required) == 1 else factory()
+
+
+class Env:
+    """One environment under one calling convention: gymnasium's, with what is optional filled in.
+
+    Attributes:
+      raw: what the factory returned.
+      observation_space, action_space: as declared, for the user.
+      is_async: `reset` and `step` are coroutine functions and must be awaited.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        if raw is None:
+            raise TypeError("the factory returned None; expected an environment (is a `return` missing?)")
+        if not callable(getattr(raw, "step", None)) or not callable(getattr(raw, "reset", None)):
+            raise TypeError(f"the factory returned {show_value(raw)}; expected an object with reset and step")
+        if hasattr(raw, "single_observation_space"):
+            raise TypeError("the factory returned a vector environment; expected a single env, one per slot")
+        self.raw = raw
+        self.is_dm_env = not hasattr(raw, "observation_space") and callable(getattr(raw, "observation_spec", None))
+        if self.is_dm_env:
+            self.observation_space, self.action_space = raw.observation_spec(), raw.action_spec()
+        else:
+            for name in ("observation_space", "action_space"):
+                if not hasattr(raw, name):
+                    raise TypeError(f"{type(raw).__name__} has no {name}; expected a gymnasium or dm_env environment")
+            self.observation_space, self.action_space = raw.observation_space, raw.action_space
+        self.is_async = inspect.iscoroutinefunction(raw.step) or inspect.iscoroutinefunction(raw.reset)
+        self._reset_takes = _reset_parameters(raw)
+
+    def reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
+        """Starts an episode; the result goes through `read_reset`, after awaiting it for an async env."""
+        keywords: dict[str, Any] = {"seed": seed, "options": options}
+        if self._reset_takes is not None:
+            keywords = {name: value for name, value in keywords.items() if name in self._reset_takes}
+        elif options is None:
+            del keywords["options"]
+        return self.raw.reset(**keywords)
+
+    def read_reset(self, result: Any) -> tuple[Any, dict[str, Any]]:
+        """`(observation, info)` from what `reset` returned."""
+        if self.is_dm_env:
+            return result.observation, {}
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+            return result
+        raise SpecMismatch(f"reset(): expected (observation, info), found {show_value(result)}")
+
+    def read_step(self, result: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """`(observation, reward, terminated, truncated, info)` from what `step` returned."""
+        if self.is_dm_env:
+            ended = bool(result.last())
+            terminated = ended and result.discount == 0.0
+            return result.observation, result.reward, terminated, ended and not terminated, {}
+        if isinstance(result, tuple) and len(result) == 5:
+            return result
+        hint = "; this is the old gym API, wrap the env (shimmy.GymV21CompatibilityV0)" if _is_old_gym(result) else ""
+        raise SpecMismatch(
+            f"step(): expected (observation, reward, terminated, truncated, info), found {show_value(result)}{hint}"
+        )
+
+    def get_attr(self, name: str) -> Any:
+        """An attribute of the env, looking through wrappers."""
+        getter = getattr(self.raw, "get_wrapper_attr", None)
+        return getter(name) if callable(getter) else getattr(self.raw, name)
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Sets an attribute where it exists, else on the outermost env."""
+        setter = getattr(self.raw, "set_wrapper_attr", None)
+        if callable(setter):
+            setter(name, value)
+        else:
+            setattr(self.raw, name, value)
+
+    def close(self) -> Any:
+        """Closes the env if it can be closed."""
+        close = getattr(self.raw, "close", None)
+        return close() if callable(close) else None
+
+
+def _is_old_gym(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 4
+
+
+def _reset_parameters(raw: Any) -> set[str] | None:
+    """Names that `reset` accepts, or None for any keyword."""
+    try:
+        parameters = inspect.signature(raw.reset).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None if hasattr(raw, "observation_space") else set()
+    return {p.name for p in parameters}
