@@ -5,12 +5,13 @@ All state is passed in, so a test can drive it through any interleaving with a s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from slotloader.arguments import require_count
+from slotloader.arguments import is_integer, require_count
 from slotloader.records.specs import Array
 
 _LONGEST = 1e8  # seconds: three years stand for ever, in numbers that ns can hold
@@ -52,6 +53,26 @@ class Request:
                 raise ValueError(f"{name}: expected seconds of at least 0 or None, found {seconds!r}")
         longest = [None if seconds is None else min(float(seconds), _LONGEST) for seconds in (timeout, stall_timeout)]
         return cls(min_get, num_slots if max_get is None else min(max_get, num_slots), *longest)
+
+    def changed(self, given: Mapping[str, Any], most: int) -> Request:
+        """The request of one `recv`, with the arguments that it was given.
+
+        Args:
+          given: some of `min_get`, `max_get`, `timeout` and `stall_timeout`; `max_get` None is `most`.
+          most: records that a batch can have.
+
+        Raises:
+          ValueError: names the argument, what was expected and what was found.
+        """
+        wanted = {"min_get": self.min_get, "max_get": self.max_get, "timeout": self.timeout, **given}
+        if wanted["min_get"] is None:
+            raise ValueError("min_get: expected an integer of at least 1, found None")
+        if "max_get" not in given and "min_get" in given and is_integer(given["min_get"]):
+            wanted["max_get"] = max(self.max_get, given["min_get"])  # a min_get above the default max_get asks for that many
+        if "min_get" not in given and is_integer(given.get("max_get")) and given["max_get"] >= 1:
+            wanted["min_get"] = min(self.min_get, given["max_get"])
+        stall_timeout = given.get("stall_timeout", self.stall_timeout)
+        return Request.checked(wanted["min_get"], wanted["max_get"], wanted["timeout"], stall_timeout, most)
 
 
 class Wait(NamedTuple):

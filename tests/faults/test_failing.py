@@ -40,8 +40,8 @@ from sick import (
 )
 
 from slotloader import EnvFailed, SlotLoader, SlotLoaderError, WorkerDied
-from slotloader.fleet.supervision import Limits, RestartPolicy
 from slotloader.fleet import process as process_fleet
+from slotloader.fleet.supervision import Limits, RestartPolicy
 from slotloader.table.slots import SlotState
 from slotloader.worker.envs import life_seed
 
