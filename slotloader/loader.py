@@ -158,7 +158,7 @@ class SlotLoader:
         sizes = pack(len(factories), num_workers, envs_per_worker, backend)
         ends = np.cumsum(sizes).tolist()
         configs = [
-            WorkerConfig(index, end - size, factories[end - size : end], options, worker_threads)
+            WorkerConfig(index, tuple(range(end - size, end)), factories[end - size : end], options, worker_threads)
             for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
         max_workers = len(configs) + self.num_slots - len(factories)

@@ -38,7 +38,7 @@ class ThreadFleet(Fleet):
     def start_worker(self, config: WorkerConfig) -> None:
         """See `Fleet.start_worker`."""
         name = f"slotloader-worker-{config.index}"
-        lives = [self.lives[config.first_slot + at] for at in range(len(config.factories))]
+        lives = [self.lives[slot] for slot in config.slots]
         config = dataclasses.replace(config, lives=lives)
         self._admitted[config.index].clear()
         self._threads[config.index] = threading.Thread(target=self._main, args=(config,), name=name, daemon=True)
@@ -98,7 +98,8 @@ class ThreadFleet(Fleet):
             return
         for slot, text in self.overdue():
             index = int(self.table.owner[slot])
-            runner = self._workers[index].runners[slot - self.configs[index].first_slot]
+            worker = self._workers[index]
+            runner = worker.runners[worker.position[slot]]
             if not runner.lost:
                 runner.lost = runner.failed = True
                 stack = self.stack_of(index)

@@ -54,7 +54,7 @@ def pickle_factories(configs: Sequence[WorkerConfig]) -> list[bytes]:
                 pickling.dumps(factory)
             except Exception as error:
                 raise TypeError(
-                    f"envs[{config.first_slot + at}]: expected a factory that can be pickled for its worker process, found "
+                    f"envs[{config.slots[at]}]: expected a factory that can be pickled for its worker process, found "
                     f"{type(error).__name__}: {error}; create locks, files and connections inside the factory, "
                     'or use backend="thread"'
                 ) from error
@@ -201,10 +201,10 @@ class ProcessFleet(Fleet):
                 raise
         channel = Channel(ours)
         affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
-        lives = [self.lives[config.first_slot + at] for at in range(len(config.factories))]
+        lives = [self.lives[slot] for slot in config.slots]
         self._channels[config.index] = channel
         self._selector.register(ours, selectors.EVENT_READ, config.index)
-        channel.send((config.first_slot, config.index, self._payloads[config.index], affinity, lives))
+        channel.send((config.slots, config.index, self._payloads[config.index], affinity, lives))
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + self.limits.start_timeout

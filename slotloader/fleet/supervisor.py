@@ -111,14 +111,14 @@ class Fleet:
     def slots_of(self, worker: int) -> tuple[int, ...]:
         """The slots that a worker serves."""
         config = self.configs[worker]
-        return tuple(config.first_slot + at for at, factory in enumerate(config.factories) if factory is not None)
+        return tuple(slot for slot, factory in zip(config.slots, config.factories, strict=True) if factory is not None)
 
     def prepared(self, table: Table) -> Table:
         """Fills in who serves each slot, and one receiver over all of them; before any worker attaches."""
         table.state[:] = SlotState.DEAD  # reserved by `capacity`
         for config in self.configs:
-            slots = slice(config.first_slot, config.first_slot + len(config.factories))
-            table.owner[slots], table.state[slots] = config.index, SlotState.STARTING
+            own = list(config.slots)
+            table.owner[own], table.state[own] = config.index, SlotState.STARTING
         table.end_slot[0] = table.num_slots
         self.table, self.running = table, True
         return table
@@ -249,7 +249,7 @@ class Fleet:
                 index = len(self.configs)
             else:
                 raise SlotLoaderError(f"add_envs: all {self.max_workers} workers of this loader are in use or still ending")
-            config = WorkerConfig(index, slot, [factory], options, threads)
+            config = WorkerConfig(index, (slot,), [factory], options, threads)
             self.configs[index : index + 1] = [config]
             self.table.owner[slot] = index
             self.lives[slot] = self.lives[slot] + 1 if slot in self.lives else 0
@@ -267,7 +267,8 @@ class Fleet:
         with self._changed:
             for index in {int(self.table.owner[slot]) for slot in slots}:
                 config = self.configs[index]
-                kept = [None if config.first_slot + at in slots else factory for at, factory in enumerate(config.factories)]
+                own = zip(config.slots, config.factories, strict=True)
+                kept = [None if slot in slots else factory for slot, factory in own]
                 self.configs[index] = dataclasses.replace(config, factories=kept)
                 if not any(kept) and index not in ended:
                     self._dismissed.add(index)
@@ -374,19 +375,18 @@ class Fleet:
         return (*self._common_spec(), self._built[0].spaces)
 
     def _common_spec(self) -> tuple[Tree, Tree, Tree]:
-        self._spec, self._spec_slot = self._built[0].specs[0], self.configs[0].first_slot
+        self._spec, self._spec_slot = self._built[0].specs[0], self.configs[0].slots[0]
         for config in self.configs:
             self._require_spec(self._built[config.index], self._spec)
         return self._spec
 
     def _require_spec(self, built: Built, first: tuple[Tree, Tree, Tree]) -> None:
-        own_first = self.configs[built.worker].first_slot
-        for at, spec in enumerate(built.specs):
+        for slot, spec in zip(self.slots_of(built.worker), built.specs, strict=False):
             for name, expected, found in zip(("obs", "action", "info"), first, spec, strict=True):
                 lines = list(differences(expected, found, (name,)))
                 if lines:
                     raise SpecMismatch(
-                        f"slot {own_first + at} (worker {built.worker}): expected the spaces of slot {self._spec_slot}, "
+                        f"slot {slot} (worker {built.worker}): expected the spaces of slot {self._spec_slot}, "
                         f"found others; all envs of a loader must share them. Differences: {'; '.join(lines[:4])}. "
                         f"Slot {self._spec_slot} has {show_tree(expected):.300}"
                     )

@@ -99,13 +99,13 @@ def _yield_to_the_trainer() -> None:
 
 def _configuration(channel: Channel, report: Any) -> Any:
     """Unpickles the configuration; a module that cannot be imported here is reported like a factory that raises."""
-    (first_slot, index, data, affinity, lives), _ = channel.receive()
+    (own_slots, index, data, affinity, lives), _ = channel.receive()
     try:
         return dataclasses.replace(pickle.loads(data), lives=lives), affinity
     except Exception as error:
         report(
             Failed(
-                index, (first_slot,), os.getpid(), "unpickling", 0, type(error).__name__, str(error)[:4000],
+                index, own_slots[:1], os.getpid(), "unpickling", 0, type(error).__name__, str(error)[:4000],
                 shortened(traceback.format_exc()),
             )
         )  # fmt: skip

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from slotloader.messages.reports import Answer, Built, Failed, failure_of
 from slotloader.table.publisher import Publisher
 from slotloader.table.signals import Signal
@@ -35,15 +37,15 @@ class WorkerConfig:
 
     Attributes:
       index: which worker of the loader it is.
-      first_slot: its envs own the slots from here on.
-      factories: one per env; None where the env has been removed.
+      slots: the slots of its envs, ascending; they need not be neighbours, but a worker looks over neighbours faster.
+      factories: one per slot; None where the env has been removed.
       options: what all envs share.
       threads: step each env in a thread of its own.
-      lives: life of each env.
+      lives: life of each env; default all 0.
     """
 
     index: int
-    first_slot: int
+    slots: tuple[int, ...]
     factories: Sequence[EnvFactory | None]
     options: EnvOptions
     threads: bool = False
@@ -66,11 +68,11 @@ class Worker:
         self.runners = [self._make_runner(at, lives[at]) for at in range(len(config.factories))]
         self.unstarted = list(self.everyone())  # envs whose first reset is due
         self._next = 0  # where `serve_one` goes on
-        self._first, self._end = config.first_slot, config.first_slot + len(self.runners)
+        self.position = {slot: at for at, slot in enumerate(config.slots)}  # in `runners`
 
     def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
         config, factory = self.config, self.config.factories[at]
-        runner = EnvRunner(config.first_slot + at, config.index, factory or _removed, config.options, life, spare, tally)
+        runner = EnvRunner(config.slots[at], config.index, factory or _removed, config.options, life, spare, tally)
         runner.remark = self._report
         if factory is None:
             runner.retire()
@@ -103,6 +105,7 @@ class Worker:
         """Binds the envs to the table; `wake` has one signal per receiver, `fence` is this process's own."""
         self._table = table
         self._states = table.state_words
+        self._look = _look_at(table, self.config.slots)
         publisher = Publisher(table, wake, fence)
         for runner in self.everyone():
             runner.attach(table, publisher)
@@ -121,7 +124,7 @@ class Worker:
 
     def serve(self) -> bool:
         """One pass over the slots that have actions; False if there were none."""
-        acted = self._states[self._first : self._end].tobytes()
+        acted = self._look()
         at = acted.find(_ACTED)
         if at < 0:
             return False
@@ -140,7 +143,7 @@ class Worker:
             return False
         if self.unstarted:
             return self.reset_one()
-        acted = self._states[self._first : self._end].tobytes()
+        acted = self._look()
         for at in (*range(self._next, len(acted)), *range(self._next)):  # in turn: no slot starves
             runner = self.runners[at]
             if acted[at] == _ACTED and not runner.failed:
@@ -265,6 +268,15 @@ class Worker:
                 self._within(runner, runner.close)
             except (Exception, SystemExit) as error:
                 self._report(self._failure(runner, error))
+
+
+def _look_at(table: Table, slots: Sequence[int]) -> Callable[[], bytes]:
+    """Makes the function that reads the states of a worker's slots, one byte each, in their order."""
+    first, end = slots[0], slots[-1] + 1
+    if tuple(slots) == tuple(range(first, end)):
+        return table.state_words[first:end].tobytes
+    chosen, state = np.array(slots), table.state
+    return lambda: state[chosen].tobytes()
 
 
 def _removed() -> None:
@@ -420,7 +432,7 @@ class SpareWorker(ThreadedWorker):
 
     def _revive(self, runner: EnvRunner) -> None:
         first, *others = self._members[runner.slot]
-        self.runners[runner.slot - self._first] = first
+        self.runners[self.position[runner.slot]] = first
         super()._revive(first)
         for spare in others:
             spare.started = True
@@ -428,7 +440,7 @@ class SpareWorker(ThreadedWorker):
 
     def _begin_turns(self, runner: EnvRunner) -> None:
         first, *others = self._members[runner.slot]
-        self.runners[runner.slot - self._first] = first
+        self.runners[self.position[runner.slot]] = first
         for spare in others:
             self._lanes[spare].put(spare.reset)
 
@@ -437,7 +449,7 @@ class SpareWorker(ThreadedWorker):
         if runner.finished:
             members = self._members[runner.slot]
             runner = members[(runner.spare + 1) % len(members)]
-            self.runners[runner.slot - self._first] = runner
+            self.runners[self.position[runner.slot]] = runner
         super().advance(runner)
 
 
@@ -479,7 +491,7 @@ class AsyncWorker(Worker):
             if paused[index]:
                 resting[index] = paused[index]
             else:
-                acted = self._states[self._first : self._end].tobytes()
+                acted = self._look()
             for runner, state in zip(self.runners, acted, strict=False):
                 if state == _ACTED and not runner.failed:
                     runner.claim()
