@@ -1,14 +1,15 @@
-"""Workers: which slots they serve."""
+"""Workers: which slots they serve, and what they write."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from checks import Once, drive
-from toys import AsyncPair, Counting
+from toys import AsyncPair, Counting, Scripted
 
 import slotloader.loader
 from slotloader import SlotLoader
@@ -71,6 +72,16 @@ def test_a_restarted_worker_serves_the_same_slots(monkeypatch: pytest.MonkeyPatc
             batch = loader.recv()
             batch.send(np.zeros(batch.size, np.int64))
         assert loader.fleet.lives == {slot: slot % 2 for slot in range(8)}
+
+
+def test_the_end_of_an_episode_is_a_word_of_its_own_beside_its_length(how: dict[str, Any]) -> None:
+    with SlotLoader(partial(Scripted, length=2), 2, timeout=None, **how) as loader:
+        found = []
+        for _ in range(5):
+            batch = loader.recv()
+            found.append(loader.table.progress[0].tolist())
+            batch.send([0, 0])
+    assert found == [(0.0, 0, 0, 0), (1.0, 1, 0, 0), (2.0, 2, 0, 1), (0.0, 0, 0, 0), (1.0, 1, 0, 0)]
 
 
 class Lonely(AsyncPair):

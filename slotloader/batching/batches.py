@@ -355,7 +355,7 @@ def read_episodes(table: Any, slots: Sequence[int], interrupted: bool = False) -
     """The finished episodes of `slots`, read while their last records are leased."""
     episodes = []
     for slot in slots:
-        length = int(table.info_length[slot])
+        length, row = int(table.info_length[slot]), table.progress[slot]
         info, dropped = values.unpack(table.info_data[slot, :length].tobytes()) if length and not interrupted else ({}, ())
         seed = int(table.episode_seed[slot])
         wrapped = info.get("episode")
@@ -365,8 +365,8 @@ def read_episodes(table: Any, slots: Sequence[int], interrupted: bool = False) -
                 slot=slot,
                 life=int(table.life[slot]),
                 index=int(table.episode[slot]),
-                episode_return=float(np.asarray(figures.get("r", table.progress[slot, 0])).reshape(-1)[0]),
-                length=int(np.asarray(figures.get("l", abs(table.progress[slot, 1]))).reshape(-1)[0]),
+                episode_return=float(np.asarray(figures.get("r", row["episode_return"])).reshape(-1)[0]),
+                length=int(np.asarray(figures.get("l", row["length"])).reshape(-1)[0]),
                 seed=None if seed < 0 else seed,
                 interrupted=interrupted,
                 info=info,

@@ -24,6 +24,7 @@ from slotloader.batching.stats import Meter
 from slotloader.errors import ActionError, FleetStalled, LeaseExpired, LoaderClosed, SlotLoaderError
 from slotloader.fleet.supervisor import Cut
 from slotloader.records.specs import Array, Tree, build, leaves
+from slotloader.table.layout import PROGRESS
 from slotloader.table.signals import SLICE, make_fence, make_order_fence
 from slotloader.table.slots import SlotState
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _READY, _LEASED, _ACTED, _DEAD = (int(s) for s in (SlotState.READY, SlotState.LEASED, SlotState.ACTED, SlotState.DEAD))
 _TERMINATION, _TRUNCATION = b"\x02", b"\x03"
+_NO_EPISODE = np.array((0.0, 0, -1, 1), PROGRESS)  # a row of `progress` of a slot that has handed out nothing: none is open
 
 
 class _Default:
@@ -81,7 +83,7 @@ class Receiver:
         self._lock = threading.Lock()  # leases, counters and the trainer's moves of slots
         self._consumer: dict[str, int] = {}  # the thread whose `recv` runs; setdefault on a dict is atomic
         # `progress` of the last record handed out, and the same rows as opaque bytes: numpy copies those four times faster.
-        self._last = np.full((table.num_slots, 3), -1.0)  # no episode is open
+        self._last = np.full(table.num_slots, _NO_EPISODE)
         self._recordings = loader.recordings
         self._doomed: set[int] = set()  # READY or LEASED slots whose env has ended; DEAD once answered
         self._serial = self._naps = 0
@@ -380,12 +382,12 @@ class Receiver:
         """The episodes that failures have cut and whose slots now begin a new life."""
         found = []
         for slot in firsts:
-            episode_return, length, life = self._last[slot].tolist()
-            cut = self._fleet.take_cut(slot, int(life), int(self._table.life[slot]))
-            if cut is None or length < 0:
+            episode_return, length, life, ended = self._last[slot].tolist()
+            cut = self._fleet.take_cut(slot, life, int(self._table.life[slot]))
+            if cut is None or ended:
                 continue  # nothing was cut, or the episode had ended by itself before the failure
             seed = None if cut.seed < 0 else cut.seed
-            found.append(Episode(slot, cut.life, cut.episode, episode_return, int(length), seed, interrupted=True, info={}))
+            found.append(Episode(slot, cut.life, cut.episode, episode_return, length, seed, interrupted=True, info={}))
         return found
 
     # Sending.
@@ -479,7 +481,7 @@ class Receiver:
                 if episode.interrupted and episode.slot in held:  # to be told again with the record
                     cut = Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed)
                     self._fleet.give_back_cut(episode.slot, cut)
-                    self._last[episode.slot] = (episode.episode_return, episode.length, episode.life)
+                    self._last[episode.slot] = (episode.episode_return, episode.length, episode.life, 0)
             episodes = sum(episode.slot in held and not episode.interrupted for episode in batch.episodes)
             kinds = batch.step_type[np.isin(batch.env_indices, slots)]
             self.meter.batch_released(batch.size, batch._max_get, kinds, episodes)
@@ -638,12 +640,12 @@ class Receiver:
         interrupted = {episode.slot: episode for episode in batch.episodes if episode.interrupted}
         cuts, table = {}, self._table
         for slot in slots:
-            _, length, life = aside.last[slot].tolist()
+            _, _, life, ended = aside.last[slot].tolist()
             episode = interrupted.get(slot)
-            if length >= 0 and episode is not None:
+            if not ended and episode is not None:
                 cuts[slot] = Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed)
-            elif length >= 0:
-                cuts[slot] = Cut(int(life), int(table.episode[slot]), int(table.episode_seed[slot]))
+            elif not ended:
+                cuts[slot] = Cut(life, int(table.episode[slot]), int(table.episode_seed[slot]))
         return cuts
 
     def go_back(self, aside: Aside, slots: Sequence[int], cuts: Mapping[int, Cut]) -> None:
@@ -691,7 +693,7 @@ class Receiver:
         with self._lock:
             self._state[slot] = SlotState.STARTING
             self._begin_ns[slot] = monotonic_ns()
-            self._last[slot] = -1.0
+            self._last[slot] = _NO_EPISODE
             self._alive += 1
 
     def owns(self, slot: int) -> bool:
@@ -762,8 +764,8 @@ class Receiver:
 
 
 def _as_rows(array: Array) -> Array:
-    """A (N, K) array as (N,) opaque rows over the same memory."""
-    return array.view(np.dtype((np.void, array.strides[0]))).reshape(-1)
+    """A (N,) array of structured rows as opaque rows over the same memory."""
+    return array.view(np.dtype((np.void, array.itemsize)))
 
 
 def _tree_of_columns(tree: Tree, columns: Sequence[Array]) -> Any:

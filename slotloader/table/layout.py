@@ -55,6 +55,18 @@ CONTROL: tuple[tuple[str, str, str], ...] = (
 )
 
 
+# What `progress` holds of a slot's episode, up to and with its newest record. W: env before READY; R: trainer after READY.
+# Rows of one array, so that the trainer keeps all of it with one gather; copied as opaque bytes.
+PROGRESS = np.dtype(
+    [
+        ("episode_return", "f8"),  # sum of the rewards so far
+        ("length", "i8"),  # env steps so far
+        ("life", "i8"),  # as in `life`
+        ("ended", "i8"),  # 1: the newest record is the episode's last, 0: the episode is open
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Field:
     """One array of the region: `shape` includes the leading row count."""
@@ -99,9 +111,7 @@ class Layout:
         wanted: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
             (name, np.dtype(dtype), (rows[per],)) for name, dtype, per in CONTROL
         ]
-        # Return so far; env steps so far, negative in a last record; life. W: env before READY; R: trainer. One array, so
-        # that the trainer keeps all three with one gather.
-        wanted.append(("progress", np.dtype(np.float64), (num_slots, 3)))
+        wanted.append(("progress", PROGRESS, (num_slots,)))
         wanted.append(("info_data", np.dtype(np.uint8), (num_slots, INFO_BYTES)))
         for tree in (observation, info, action):
             wanted.extend((name, dtype, (num_slots, *shape)) for name, dtype, shape in tree_parts(tree))
@@ -111,7 +121,7 @@ class Layout:
             fields.append(field)
             offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
         kinds = [(leaf.kind.value, leaf.detail) for tree in (observation, info, action) for leaf in leaves(tree)]
-        text = repr((VERSION, [(f.name, f.dtype.str, f.shape, f.offset) for f in fields], kinds, offset))
+        text = repr((VERSION, [(f.name, f.dtype.descr, f.shape, f.offset) for f in fields], kinds, offset))
         digest = hashlib.sha256(text.encode()).digest()[:16]
         return cls(num_slots, num_workers, observation, action, info, tuple(fields), offset, digest)
 

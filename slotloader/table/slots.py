@@ -16,7 +16,7 @@ import numpy as np
 
 from slotloader.errors import SlotLoaderError
 from slotloader.records.specs import Array, Tree
-from slotloader.table.layout import HEADER_BYTES, MAGIC, VERSION, Layout, tree_parts
+from slotloader.table.layout import HEADER_BYTES, MAGIC, VERSION, Field, Layout, tree_parts
 
 
 class SlotState(enum.IntEnum):
@@ -70,7 +70,8 @@ class Table:
     """One shared region, seen through numpy arrays and memoryviews.
 
     Each control word `NAME` of `layout.CONTROL` is an attribute twice: `NAME`, a numpy array for work on many rows, and
-    `NAME_words`, a memoryview for one row (three times faster for a single word). Arrays come from `np.frombuffer`, which
+    `NAME_words`, a memoryview for one row (three times faster for a single word). Of `progress` each field of its rows has
+    such words, e.g. `progress_length_words`. Arrays come from `np.frombuffer`, which
     keeps the mapping alive: a view that a user holds can never point at unmapped memory.
 
     Attributes:
@@ -120,10 +121,8 @@ class Table:
             count = field.nbytes // field.dtype.itemsize
             array = np.frombuffer(memory, field.dtype, count, field.offset) if count else np.empty(0, field.dtype)
             arrays[field.name] = array.reshape(field.shape)
-            code = field.dtype.str[1:]
-            if field.name.isidentifier() and code in _VIEW_FORMATS:
-                view = whole[field.offset : field.offset + field.nbytes].cast(_VIEW_FORMATS[code])  # type: ignore[call-overload]
-                setattr(self, f"{field.name}_words", view)
+            if field.name.isidentifier():
+                self._add_words(field, whole[field.offset : field.offset + field.nbytes])
         for name, array in arrays.items():
             if name.isidentifier():
                 setattr(self, name, array)
@@ -133,6 +132,14 @@ class Table:
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: the *_words views are set in __init__
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _add_words(self, field: Field, memory: memoryview[int]) -> None:
+        code = field.dtype.str[1:]
+        if code in _VIEW_FORMATS:
+            setattr(self, f"{field.name}_words", memory.cast(_VIEW_FORMATS[code]))  # type: ignore[call-overload]
+        for name, (dtype, offset, *_) in (field.dtype.fields or {}).items():  # of rows: every word of a row has 8 bytes
+            words = memory.cast(_VIEW_FORMATS[dtype.str[1:]])  # type: ignore[call-overload]
+            setattr(self, f"{field.name}_{name}_words", words[offset // 8 :: field.dtype.itemsize // 8])
 
     def count_ready(self, first: int, end: int) -> int:
         """How many of the slots `[first, end)` are READY; on the hot path of both sides."""

@@ -147,7 +147,7 @@ class EnvRunner:
         self._state, self._step_type, self._reward = table.state_words, table.step_type_words, table.reward_words
         self._publish_ns, self._begin_ns = table.publish_ns_words, table.begin_ns_words
         self._sequence_word, self._resetting = table.sequence_words, table.resetting_words
-        self._progress = table.progress_words
+        self._return_word, self._length_word = table.progress_episode_return_words, table.progress_length_words
         self._steps_word, self._step_ns_word = table.steps_words, table.step_ns_words
         self._table = table
         self._tally.load(table, slot)
@@ -370,7 +370,7 @@ class EnvRunner:
         self._ended = self._fresh = self.finished = False
         self._length, self._return = 0, 0.0
         table.life_words[slot], table.episode_words[slot] = self.life, self._episode
-        self._progress[3 * slot + 2] = self.life
+        table.progress_life_words[slot], table.progress_ended_words[slot] = self.life, 0
         table.episode_seed_words[slot] = -1 if self._seed is None else self._seed
         self._publish(_FIRST, 0.0, monotonic_ns())
 
@@ -389,6 +389,7 @@ class EnvRunner:
         if terminated or truncated:
             self._count_step(now - begin)
             self._ended = self.wants_reset = self.finished = True
+            self._table.progress_ended_words[self.slot] = 1
             self._write_last_info(info)
             if self._unseen:
                 self._remark_unseen(info)
@@ -408,9 +409,7 @@ class EnvRunner:
         slot = self.slot
         self._step_type[slot] = step_type
         self._reward[slot] = reward
-        # Both numbers of the last record that was handed out must stay readable: the sign says whether it ended its episode.
-        at = 3 * slot
-        self._progress[at], self._progress[at + 1] = self._return, self._length if step_type < 2 else -self._length
+        self._return_word[slot], self._length_word[slot] = self._return, self._length
         self._tally.sequence += 1
         self._sequence_word[slot] = self._tally.sequence
         self._publish_ns[slot] = now
