@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from slotloader.batching.batches import Batch, BytesColumn, Episode
+from slotloader.batching.batches import Batch
+from slotloader.batching.episodes import Episode
+from slotloader.batching.gatherer import BytesColumn
 from slotloader.batching.receiver import Receiver
 from slotloader.batching.stats import Dwell, Stats
 from slotloader.device.batch import DeviceBatch

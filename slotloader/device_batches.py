@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from slotloader.arguments import require_count, require_seed
-from slotloader.batching.batches import Batch, Episode
+from slotloader.batching.batches import Batch
+from slotloader.batching.episodes import Episode
 from slotloader.batching.progress import BoundedIterator
-from slotloader.batching.receiver import DEFAULT, Receiver
+from slotloader.batching.receiver import Receiver
+from slotloader.batching.source import DEFAULT
 from slotloader.device.batch import DeviceBatch
 from slotloader.device.completion import Completer, Pending
 from slotloader.device.ops import DeviceOps, Stream
@@ -104,8 +106,8 @@ class DeviceBatches:
         if receiver.closed:
             raise LoaderClosed("the loader was closed; build a new SlotLoader")
         self.ops, self._receiver = ops, receiver
-        self._seed = receiver.loader.seed if seed is None else require_seed("seed", seed)
-        table = receiver.loader.table
+        self._seed = receiver.exchange.seed if seed is None else require_seed("seed", seed)
+        table = receiver.exchange.table
         self.table_slots = table.num_slots
         most = receiver.request.max_get
         self.buckets = checked_buckets(buckets, most, divisor)
@@ -192,7 +194,7 @@ class DeviceBatches:
         host, ops = batch.host, self.ops
         if host.promised:
             raise LeaseExpired("this batch has been answered already; its actions are on their way")
-        self._receiver.require_unanswered(host)
+        self._receiver.leases.require_whole(host)
         if hold is not None:
             hold = np.asarray(hold)
             if hold.dtype != np.bool_ or hold.shape != (host.size,):
@@ -216,7 +218,7 @@ class DeviceBatches:
                 for leaf, part in zip(self._action_leaves, parts, strict=True)
             ]
         except Exception as error:
-            self._receiver.loader.scatterer.check(actions, host.size)  # says what is wrong, as the core would
+            self._receiver.exchange.scatterer.check(actions, host.size)  # says what is wrong, as the core would
             raise ActionError(f"send refused, no env has stepped: the device cannot hand over the actions: {error}") from error
         for leaf, landing in zip(self._action_leaves, landings, strict=True):
             shape = (len(landing), *leaf.shape) if isinstance(landing, list) else tuple(landing.shape)
@@ -449,7 +451,7 @@ class DeviceBatches:
         self._completer.close(CLOSE_TIMEOUT)
         for host in self._mine:
             if not (host.answered or self._receiver.closed):
-                self._receiver.release(host)
+                self._receiver.leases.release(host)  # whatever the device still does
         self._mine.clear()
 
     def __enter__(self) -> DeviceBatches:

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
@@ -18,17 +18,19 @@ import numpy as np
 from slotloader.arguments import require_count, require_seed
 from slotloader.batching import stats as figures
 from slotloader.batching.actions import ActionBounds, Scatterer
-from slotloader.batching.batches import Batch, Gatherer
+from slotloader.batching.batches import Batch
+from slotloader.batching.exchange import Exchange, Status
 from slotloader.batching.former import Request
-from slotloader.batching.progress import BoundedIterator
-from slotloader.batching.receiver import DEFAULT, Receiver
+from slotloader.batching.gatherer import Gatherer
+from slotloader.batching.receiver import Receiver
 from slotloader.batching.recording import Recording
+from slotloader.batching.source import BatchSource
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.fleet.local import InlineFleet, ThreadFleet
 from slotloader.fleet.supervision import Limits, OnFailure
 from slotloader.fleet.supervisor import Fleet
-from slotloader.messages.reports import error_from, summary
 from slotloader.records.spaces import column_of
+from slotloader.table.engine import PythonEngine
 from slotloader.table.layout import MAX_RECEIVERS, Layout
 from slotloader.table.slots import SlotState
 from slotloader.worker import envs as env_sources
@@ -40,7 +42,7 @@ Backend = Literal["process", "thread", "inline"]
 CLOSE_TIMEOUT = 5.0
 
 
-class SlotLoader:
+class SlotLoader(BatchSource[Batch]):
     """Runs many environments and hands out their records in batches.
 
         with SlotLoader("CartPole-v1", num_envs=8) as loader:
@@ -88,9 +90,7 @@ class SlotLoader:
       OSError: too little memory, with needed and free bytes.
     """
 
-    closed = True  # until something runs: __del__ must not warn about a constructor that failed
-    why_closed = "this loader was closed; build a new SlotLoader"
-    last_failure = ""  # what `recv` raised last, in a sentence
+    _status = Status(closed=True)  # until something runs: __del__ must not warn about a constructor that failed
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class SlotLoader:
         capacity: int | None = None,
     ) -> None:
         factories = env_sources.factories(envs, num_envs, env_kwargs)
-        self._request = (min_get, max_get, timeout, stall_timeout)
+        self._asked = (min_get, max_get, timeout, stall_timeout)
         capacity = require_count("capacity", capacity, len(factories), optional=True)
         self.num_slots = capacity or len(factories)
-        self.request_for(self.num_slots)
+        self._request_for(self.num_slots)
         self._env_steps = self._episodes = 0  # of the run, before the meters last started anew
         self.seed = secrets.randbits(31) if seed is None else require_seed("seed", seed)
-        self.backend, self.debug = backend, debug
+        self.backend = backend
         spares = require_count("spares", spares, 0)
         if spares and backend == "inline":
             raise ValueError("spares: expected 0 with backend='inline', which has no threads; use 'thread' or 'process'")
@@ -163,7 +163,7 @@ class SlotLoader:
         ]
         max_workers = len(configs) + self.num_slots - len(factories)
         self.options, self._threads = options, worker_threads
-        self.paused, self._pauses = False, 0
+        self._pauses = 0
         self._vacant = set(range(len(factories), self.num_slots))  # slots that no env has been promised
         self.fleet = _make_fleet(
             backend, configs, self.limits, max_workers, preload, env_sources.preloads(factories), cpu_affinity
@@ -171,21 +171,28 @@ class SlotLoader:
         try:
             self.fleet.launch()
             observation, action, info_tree, self._spaces = self.fleet.wait_built()
-            self.scatterer = Scatterer(action, [], action_bounds)  # wrong bounds show before memory is taken
+            scatterer = Scatterer(action, action_bounds)  # wrong bounds show before memory is taken
             layout = Layout.plan(self.num_slots, max_workers, observation, action, info_tree)
-            self.table = self.fleet.attach(layout)
-            table = self.table
-            self.scatterer = Scatterer(action, table.action, action_bounds)
-            self.gatherers = (
-                Gatherer(observation, table.observation),
-                Gatherer(info_tree, table.info),
-                Gatherer(action, table.action),
+            self.table = table = self.fleet.attach(layout)
+            self._wakers = wakers = self.fleet.wakers()
+            signals, gather = self.fleet.signals, PythonEngine.gather
+            self._exchange = Exchange(
+                table=table,
+                fleet=self.fleet,
+                make_engine=lambda index, *rest: PythonEngine(table, wakers, signals[index], index, *rest),
+                scatterer=scatterer,
+                observation=Gatherer(observation, table.observation, gather),
+                info=Gatherer(info_tree, table.info, gather),
+                action=Gatherer(action, table.action, gather),
+                sequence=table.sequence.__getitem__,
+                limits=self.limits,
+                seed=self.seed,
+                inline=backend == "inline",
+                debug=debug,
             )
-            self.wakers = self.fleet.wakers()
-            self.closed = False
-            self.recordings: list[Recording] = []
-            self._main = Receiver(self, 0, 0, self.num_slots)
-            self._receivers = [self._main]
+            self._status = self._exchange.status
+            self._receivers: list[Receiver] = []
+            self._main = self._add_receiver(0, 0, self.num_slots)
         except BaseException:
             self.fleet.closing = True
             self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
@@ -194,36 +201,45 @@ class SlotLoader:
         self._finalizer = weakref.finalize(self, _stop_forgotten, self.fleet)
         _open_loaders.add(self)
 
+    def _add_receiver(self, index: int, first: int, end: int, whole: Receiver | None = None) -> Receiver:
+        receiver = Receiver(self._exchange, self._request_for(end - first), index, first, end, whole)
+        self._receivers.append(receiver)
+        self._exchange.leases.append(receiver.leases)
+        return receiver
+
     # Receiving and sending: the receiver does it.
 
-    def recv(
-        self,
-        min_get: int = DEFAULT,
-        max_get: int | None = DEFAULT,
-        timeout: float | None = DEFAULT,
-        stall_timeout: float | None = DEFAULT,
-    ) -> Batch:
-        """Waits for the next batch of ready records; see `Receiver.recv` for the rules."""
-        return self._main.recv(min_get, max_get, timeout, stall_timeout)
+    @property
+    def request(self) -> Request:
+        """See `BatchSource.request`."""
+        return self._main.request
+
+    @property
+    def most(self) -> int:
+        """See `BatchSource.most`: the number of slots."""
+        return self.num_slots
+
+    def receive(self, request: Request) -> Batch:
+        """See `BatchSource.receive`."""
+        return self._main.receive(request)
 
     def poll(self) -> Batch | None:
-        """Returns the ready records, at most `max_get`, at once; None if there are none."""
+        """See `BatchSource.poll`."""
         return self._main.poll()
 
     def send(self, actions: Any, env_indices: Any) -> None:
         """Answers some leased slots, of one batch or of several; see `Receiver.send`."""
         self._main.send(actions, env_indices)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._main)
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be received or sent any more."""
+        return self._status.closed
 
-    def steps(self, env_steps: int, progress: bool | None = None) -> BoundedIterator[Batch]:
-        """Yields batches until `env_steps` records that are not FIRST have come in; a bar on a terminal."""
-        return self._main.steps(env_steps, progress)
-
-    def episodes(self, episodes: int, progress: bool | None = None) -> BoundedIterator[Batch]:
-        """Yields batches until `episodes` episodes have ended. Short episodes come first: not for unbiased returns."""
-        return self._main.episodes(episodes, progress)
+    @property
+    def exchange(self) -> Exchange:
+        """What its receivers share; for adapters and learners."""
+        return self._exchange
 
     @property
     def unanswered(self) -> list[Batch]:
@@ -254,9 +270,9 @@ class SlotLoader:
             self.table.first_slot[index], self.table.end_slot[index] = first, end
             self.table.receiver[first:end] = index
         self._keep_totals()
-        parts = [Receiver(self, index, *span, whole=main) for index, span in enumerate(spans)]
-        self._receivers = parts
-        return parts
+        self._receivers.clear()
+        self._exchange.leases.clear()
+        return [self._add_receiver(index, first, end, main) for index, (first, end) in enumerate(spans)]
 
     @property
     def receiver(self) -> Receiver:
@@ -327,8 +343,7 @@ class SlotLoader:
         return chosen
 
     def _command(self, verb: str, slots: Sequence[int] | None, timeout: float | None, *args: Any) -> list[Any]:
-        if self.closed:
-            raise LoaderClosed(self.why_closed)
+        self._status.require_open()
         chosen = self._checked_slots(slots)
         results = self.fleet.command(verb, chosen, *args, timeout=timeout)
         return [results[slot] for slot in chosen]
@@ -350,8 +365,7 @@ class SlotLoader:
         Raises:
           ValueError: not enough free slots.
         """
-        if self.closed:
-            raise LoaderClosed(self.why_closed)
+        self._status.require_open()
         if self.backend == "inline":
             raise SlotLoaderError("add_envs: expected backend='process' or 'thread', found 'inline'")
         factories = env_sources.factories(envs, num_envs, env_kwargs)
@@ -363,13 +377,13 @@ class SlotLoader:
             )
         slots = free[: len(factories)]
         for slot, factory in zip(slots, factories, strict=True):
-            receiver = next(receiver for receiver in self._receivers if receiver.owns(slot))
+            leases = next(receiver.leases for receiver in self._receivers if receiver.leases.owns(slot))
             self._vacant.discard(slot)
-            receiver.gain(slot)
+            leases.gain(slot)
             try:
                 self.fleet.hire(slot, factory, self.options, self._threads)
             except BaseException:
-                receiver.lose([slot])
+                leases.lose([slot])
                 self._vacant.add(slot)
                 raise
         return slots
@@ -387,7 +401,7 @@ class SlotLoader:
             raise ValueError(f"remove_envs: expected slots that have an env, each once, found {gone or chosen}")
         self.fleet.remove(chosen, timeout)
         for receiver in self._receivers:
-            receiver.lose(chosen)
+            receiver.leases.lose(chosen)
         self._vacant.update(chosen)
 
     def record(
@@ -420,19 +434,18 @@ class SlotLoader:
         Returns:
           The recording, to be closed: a context manager. What goes wrong while it runs is raised by its `close`.
         """
-        if self.closed:
-            raise LoaderClosed(self.why_closed)
+        self._status.require_open()
         (chosen,) = self._checked_slots([slot])
         recording = Recording(self, chosen, path, frames, episodes, fps, key, render)
-        self.recordings.append(recording)
+        self._exchange.recordings.append(recording)
         return recording
 
     def pause(self) -> None:
         """Has the workers begin no step and no reset; records that are ready or on their way can still be received."""
-        self.paused = True
+        self._status.paused = True
         self._pauses += 1
         self.table.paused[:] = self._pauses
-        for wake in self.wakers[: len(self.fleet.configs)]:
+        for wake in self._wakers[: len(self.fleet.configs)]:
             wake()
 
     def drain(self, timeout: float | None = None) -> None:
@@ -460,26 +473,28 @@ class SlotLoader:
     def resume(self) -> None:
         """Ends a pause."""
         self.table.paused[:] = 0
-        self.paused = False
-        for wake in self.wakers[: len(self.fleet.configs)]:
+        self._status.paused = False
+        for wake in self._wakers[: len(self.fleet.configs)]:
             wake()
 
     # Figures and state.
 
     def stats(self) -> figures.Stats:
         """Health figures since the start or the last `reset_stats`; `print(loader.stats())` for a table."""
-        return figures.snapshot(self.table, [receiver.current_meter() for receiver in self._receivers], self.fleet.restarts)
+        return figures.snapshot(
+            self.table, [receiver.leases.current_meter() for receiver in self._receivers], self.fleet.restarts
+        )
 
     def reset_stats(self) -> None:
         """Starts the figures anew; per-slot times go on."""
         self._keep_totals()
         for receiver in self._receivers:
-            receiver.restart_meter()
+            receiver.leases.restart_meter()
 
     def _keep_totals(self) -> None:
         """Adds what the meters have counted to the totals of the run, before they start anew."""
-        self._env_steps += sum(receiver.current_meter().env_steps for receiver in self._receivers)
-        self._episodes += sum(receiver.meter.episodes for receiver in self._receivers)
+        self._env_steps += sum(receiver.leases.current_meter().env_steps for receiver in self._receivers)
+        self._episodes += sum(receiver.leases.meter.episodes for receiver in self._receivers)
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, lives and counters, for `load_state_dict` of a later run; plain ints and lists."""
@@ -510,30 +525,20 @@ class SlotLoader:
             if state.get(key) != value:
                 raise ValueError(f"state_dict: expected {key}={value!r}, found {state.get(key)!r}")
         receiver = self._main
-        if receiver.retired or receiver.current_meter().batches:
+        if receiver.retired or receiver.leases.current_meter().batches:
             raise SlotLoaderError("load_state_dict: expected a loader that has not received yet; call it first")
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
         batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.limits.start_timeout)
         self.fleet.lives.update(lives)
         self.fleet.command("begin_life", range(self.num_slots), lives, {})
         # Each env now takes its next action as the wish for its new first record, so any action will do.
-        receiver.pass_over(batch)
-        receiver.restart_meter()
+        receiver.leases.pass_over(batch)
+        receiver.leases.restart_meter()
         self._env_steps, self._episodes = int(state["env_steps"]), int(state["completed_episodes"])
 
-    def raise_events(self) -> None:
-        """Takes what has failed, marks the slots, and raises it; other slots go on."""
-        events = self.fleet.take_events()
-        if not events:
-            return
-        for receiver in self._receivers:
-            receiver.lose([slot for event in events for slot in event.slots])
-        self.last_failure = summary(events[-1])
-        raise error_from(events)
-
-    def request_for(self, num_slots: int) -> Request:
+    def _request_for(self, num_slots: int) -> Request:
         """The loader's `recv` defaults for a receiver of `num_slots` slots."""
-        min_get, max_get, timeout, stall_timeout = self._request
+        min_get, max_get, timeout, stall_timeout = self._asked
         if num_slots < getattr(self, "num_slots", num_slots):  # a share after `split`
             min_get = min(min_get, num_slots)
             max_get = None if max_get is None else max(min_get, min(max_get, num_slots))
@@ -546,13 +551,13 @@ class SlotLoader:
         with self._closing:
             if self.closed:
                 return
-            self.closed = True
+            self._status.closed = True
             self._finalizer.detach()
             self.fleet.closing = True
             for signal in self.fleet.signals[: len(self._receivers)]:
                 signal.post()
             deadline = time.monotonic() + CLOSE_TIMEOUT
-            recordings = list(self.recordings)
+            recordings = list(self._exchange.recordings)
             for recording in recordings:
                 recording.finish()
             self.fleet.stop(deadline)
@@ -560,8 +565,7 @@ class SlotLoader:
                 recording.wait(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> SlotLoader:
-        if self.closed:
-            raise LoaderClosed(self.why_closed)
+        self._status.require_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -586,8 +590,8 @@ _open_loaders: weakref.WeakSet[SlotLoader] = weakref.WeakSet()
 def _leave_to_parent() -> None:
     """In a forked child: the loaders stay the parent's; the child must neither use nor stop them."""
     for loader in list(_open_loaders):
-        loader.closed = True
-        loader.why_closed = "this loader belongs to the process that this one was forked from; build one here"
+        loader._status.closed = True
+        loader._status.why_closed = "this loader belongs to the process that this one was forked from; build one here"
         loader._finalizer.detach()
 
 

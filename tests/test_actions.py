@@ -28,10 +28,11 @@ class Sender:
         self.tree = tree_of(space, SIDE, max_bytes)
         self.columns = columns_for(self.tree, rows)
         self.before = [column.tobytes() for column in self.columns]
-        self.scatterer = Scatterer(self.tree, self.columns, bounds)
+        self.scatterer = Scatterer(self.tree, bounds)
 
     def send(self, actions: Any, slots: Array = SLOTS) -> None:
-        self.scatterer.write(slots, self.scatterer.check(actions, slots.size))
+        for column, rows in zip(self.columns, self.scatterer.check(actions, slots.size), strict=True):
+            column[slots] = rows
 
     def got(self, slot: int) -> Any:
         """The action as the env of `slot` reads it."""

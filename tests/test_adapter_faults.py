@@ -394,7 +394,7 @@ def test_a_failure_reaches_a_recv_that_waits_for_slow_envs(tmp_path: Path) -> No
 
         thread = threading.Thread(target=wait)
         thread.start()
-        until(lambda: bool(loader._receivers[0]._consumer))
+        until(loader.receiver.is_receiving)
         released = time.monotonic()
         batches.ops.go.set()
         thread.join(20)
@@ -427,7 +427,7 @@ def test_a_recv_that_counts_on_actions_for_an_env_that_has_ended_learns_of_it_wh
 
         thread = threading.Thread(target=wait)
         thread.start()
-        until(lambda: loader.receiver._wanted[0] != 0)  # it sleeps, or is about to
+        until(lambda: loader.table.wanted[0] != 0)  # it sleeps, or is about to
         batches.ops.go.set()
         thread.join(20)
         assert not thread.is_alive()

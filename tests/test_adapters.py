@@ -16,7 +16,7 @@ from toys import Counting, Scripted, episode_length
 
 import slotloader
 from slotloader import ActionError, BytesTensor, LeaseExpired, LoaderClosed, SlotLoader, SlotLoaderError, StepType
-from slotloader.batching.batches import BytesColumn
+from slotloader.batching.gatherer import BytesColumn
 
 INLINE: dict[str, Any] = {"backend": "inline", "timeout": None}
 clean = pytest.mark.usefixtures("clean")

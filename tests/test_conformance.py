@@ -524,7 +524,7 @@ def test_a_second_recv_at_the_same_time_points_to_split(tmp_path: Path) -> None:
         got: list[Any] = []
         thread = threading.Thread(target=lambda: got.append(loader.recv()))
         thread.start()
-        until(lambda: bool(loader._receivers[0]._consumer))
+        until(loader.receiver.is_receiving)
         for second in (loader.recv, loader.poll):
             with pytest.raises(SlotLoaderError, match=r"another thread.*loader\.split\(n\)"):
                 second()
@@ -568,7 +568,7 @@ def test_close_ends_a_recv_that_waits_in_another_thread(backend: str, tmp_path: 
 
     thread = threading.Thread(target=wait)
     thread.start()
-    until(lambda: bool(loader._receivers[0]._consumer))
+    until(loader.receiver.is_receiving)
     closer = threading.Thread(target=loader.close)
     closer.start()
     thread.join(20)

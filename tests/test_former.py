@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slotloader.batching import former
-from slotloader.batching.former import TAKE, Request, Wait, choose, decide
+from slotloader.batching.former import TAKE, Request, Wait, decide
 from slotloader.records.specs import Array
+from slotloader.table.engine import choose
 
 MS = 1_000_000
 
@@ -305,7 +305,7 @@ def longest_wait(choose: Callable[..., Array], slots: int = 16, max_get: int = 4
 
 
 def test_no_slot_starves_under_saturation() -> None:
-    assert longest_wait(former.choose) <= 16 / 4 + 1
+    assert longest_wait(choose) <= 16 / 4 + 1
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,7 @@ def loader() -> Iterator[SlotLoader]:
 def batch_of(loader: SlotLoader, records: list[Record]) -> Batch:
     """The batch that a loader would have made."""
     batch = Batch(
-        loader.receiver,
-        serial=0,
+        loader.receiver.leases,
         max_get=SLOTS,
         taken_ns=0,
         env_indices=np.array([r.slot for r in records]),

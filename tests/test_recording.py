@@ -72,7 +72,7 @@ def test_a_video_has_every_frame_of_whole_episodes_in_order(how: dict[str, Any],
             while not recording.done:
                 play(loader, 1)
             play(loader, 5)
-        assert loader.recordings == []
+        assert loader.exchange.recordings == []
     assert (recording.num_frames, recording.num_episodes) == (12, 2)
     frames = read(path)
     assert frames[0].shape == (20, 30, 3)
@@ -238,7 +238,7 @@ def test_an_error_ends_the_recording_and_not_the_loop(
     with SlotLoader(partial(BrokenRender, render_mode="rgb_array"), 2, **how) as loader:
         recording = loader.record(0, tmp_path / "a.gif", render=True)
         play(loader, 30)
-        assert recording.done and loader.recordings == []
+        assert recording.done and loader.exchange.recordings == []
         assert "a.gif: the recording of slot 0 has ended" in caplog.text
         with pytest.raises(Exception, match="no display"):
             recording.close()
@@ -296,7 +296,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         ):
             with pytest.raises(error, match=text):
                 loader.record(slot, tmp_path / path, **options)
-        assert loader.recordings == []
+        assert loader.exchange.recordings == []
     with SlotLoader(Counting, 1, backend="inline") as loader:
         with pytest.raises(
             ValueError, match=r"expected an image among the observations or an env with render_mode='rgb_array'"

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slotloader
-from slotloader.batching import batches, receiver
+from slotloader.batching import batches, leases, receiver
 from slotloader.records.step_type import StepType
+from slotloader.table import engine, publisher
 from slotloader.table.slots import LEGAL_MOVES, SlotState
 from slotloader.worker import runner
 from slotloader.worker import worker as workers
@@ -90,14 +91,14 @@ def test_every_record_can_be_reached_again() -> None:
 def test_states_are_the_bytes_that_a_worker_looks_for() -> None:
     states = np.array(list(SlotState), np.uint8)
     assert states.tolist() == list(range(len(SlotState))) and len(SlotState) < 256
-    for module in (runner, workers, receiver):
+    for module in (runner, workers, receiver, leases, engine, publisher):
         for name, value in vars(module).items():
             if re.fullmatch(r"_(STARTING|ACTED|WRITING|READY|LEASED|DEAD)", name):
                 assert type(value) is int and value == SlotState[name[1:]], f"{module.__name__}.{name}"
             elif name[1:] in StepType.__members__:
                 as_int = value[0] if isinstance(value, bytes) else value
                 assert type(value) in (int, bytes) and as_int == StepType[name[1:]], f"{module.__name__}.{name}"
-    assert states.tobytes().find(workers._ACTED) == S.ACTED == receiver._ACTED
+    assert states.tobytes().find(workers._ACTED) == S.ACTED == engine._ACTED
 
 
 def test_fresh_memory_means_starting_and_first() -> None:
@@ -165,7 +166,7 @@ class Env:
 def watched() -> Iterator[tuple[slotloader.SlotLoader, list[tuple[str, SlotState, SlotState]]]]:
     moves: list[tuple[str, SlotState, SlotState]] = []
     with slotloader.SlotLoader(Env, num_envs=3, backend="inline", timeout=0, on_failure="raise") as loader:
-        loader._receivers[0]._state = Watched(loader.table.state, "trainer", moves)  # type: ignore[assignment]
+        loader.receiver._engine._state = Watched(loader.table.state, "trainer", moves)  # type: ignore[attr-defined]
         for env_runner in loader.fleet._worker.runners:  # type: ignore[attr-defined]
             env_runner._state = env_runner._publisher._state = Watched(loader.table.state_words, "env", moves)
         yield loader, moves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,20 +16,18 @@ ActionBounds = Literal["ignore", "clip", "error"]
 
 
 class Scatterer:
-    """Checks a batch of actions and writes it into the action columns.
+    """Checks a batch of actions.
 
     Args:
       tree: the action tree.
-      columns: one array `(num_slots, ...)` per part of each leaf.
       bounds: what to do with values outside the declared bounds.
     """
 
-    def __init__(self, tree: Tree, columns: Sequence[Array], bounds: ActionBounds) -> None:
+    def __init__(self, tree: Tree, bounds: ActionBounds) -> None:
         if bounds not in ("ignore", "clip", "error"):
             raise ValueError(f"action_bounds: expected 'ignore', 'clip' or 'error', found {bounds!r}")
         self._tree = tree
         self._leaves = list(leaves(tree))
-        self._columns = list(columns)
         self._bounds = bounds
         self._single = isinstance(tree, Leaf) and tree.kind is Kind.ARRAY
 
@@ -52,11 +49,6 @@ class Scatterer:
             return found
         except SpecMismatch as error:
             raise ActionError(f"send refused, no env has stepped: {error}") from error
-
-    def write(self, slots: Array, arrays: Sequence[Array]) -> None:
-        """Scatters what `check` returned; cannot fail."""
-        for column, array in zip(self._columns, arrays, strict=True):
-            column[slots] = array
 
     def _check_array(self, leaf: Leaf, actions: Any, size: int) -> Array:
         shape = (size, *leaf.shape)

@@ -1,4 +1,4 @@
-"""Which ready slots form the next batch, and if none do yet, what to wait for: policy without clock, table or sleep.
+"""Whether the ready records form a batch now, and if not, what to wait for: policy without clock, table or sleep.
 
 All state is passed in, so a test can drive it through any interleaving with a simulated clock.
 """
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slotloader.arguments import is_integer, require_count
-from slotloader.records.specs import Array
 
 _LONGEST = 1e8  # seconds: three years stand for ever, in numbers that ns can hold
 
@@ -114,23 +113,3 @@ def decide(request: Request, ready: int, coming: int, oldest_ns: int | None, now
     assert oldest_ns is not None
     deadline = oldest_ns + int(request.timeout * 1e9)
     return TAKE if now_ns >= deadline else Wait(wanted, deadline)
-
-
-def choose(slots: Array, publish_ns: Array, max_get: int) -> Array:
-    """Picks at most `max_get` of the ready `slots`: the longest waiting ones, in slot order.
-
-    Oldest first, so that no slot starves however fast the others are.
-
-    Args:
-      slots: int64 (R,), ascending.
-      publish_ns: int64 (R,), publish time of each.
-      max_get: at least 1.
-
-    Returns:
-      int64 (min(R, max_get),), ascending.
-    """
-    if slots.size <= max_get:
-        return slots
-    oldest = np.argpartition(publish_ns, max_get - 1)[:max_get]
-    oldest.sort()
-    return slots[oldest]

@@ -230,7 +230,7 @@ class Recording:
         """Takes nothing more, without waiting for the file."""
         self.done = True
         with contextlib.suppress(ValueError):  # two threads may come here at once
-            self._loader.recordings.remove(self)
+            self._loader.exchange.recordings.remove(self)
         with contextlib.suppress(queue.Full):  # then it finds that we are done once it has emptied the queue
             self._queue.put_nowait(None)
 

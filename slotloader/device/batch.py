@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slotloader.batching.batches import Batch, Episode
+from slotloader.batching.batches import Batch
+from slotloader.batching.episodes import Episode
 from slotloader.device.ops import DeviceOps
 from slotloader.device.policies import Inputs, RecurrentState, make_inputs
 from slotloader.device.staging import Stage
@@ -53,7 +54,7 @@ class Held:
                 for state, before in states:
                     state.scatter(None, before, slots)
         except BaseException:
-            whose.receiver.release(host)
+            whose.receiver.leases.release(host)
             raise
         return True
 

@@ -87,7 +87,9 @@ class Completer:
             self._leave(pending)
             return
         try:
-            self._receiver.promise(pending.batch, pending.batch.size if pending.rows is None else int(pending.rows.sum()))
+            self._receiver.leases.promise(
+                pending.batch, pending.batch.size if pending.rows is None else int(pending.rows.sum())
+            )
             with self._changed:
                 self._pending.append(pending)
                 self._changed.notify_all()
@@ -96,7 +98,7 @@ class Completer:
                 self._thread = threading.Thread(target=self._run, name="slotloader-completion", daemon=True)
                 self._thread.start()
         except BaseException:  # Ctrl-C: a promise that nobody keeps would have `recv` wait for ever
-            self._receiver.promise(pending.batch, 0)
+            self._receiver.leases.promise(pending.batch, 0)
             raise
 
     def _complete(self, pending: Pending) -> None:
@@ -109,7 +111,7 @@ class Completer:
         if rows is None:
             batch.send(build(self._action, parts))
         else:
-            self._receiver.answer_some(batch, build(self._action, parts), rows)
+            self._receiver.leases.answer_some(batch, build(self._action, parts), rows)
 
     @staticmethod
     def _leave(pending: Pending, failed: bool = False) -> None:
@@ -133,7 +135,7 @@ class Completer:
             except BaseException as error:  # the next call of the consumer raises it
                 self._leave(pending, failed=True)
                 if self._closed:
-                    self._receiver.promise(pending.batch, 0)
+                    self._receiver.leases.promise(pending.batch, 0)
                 else:
                     self._receiver.fail(error, pending.batch)
             with self._changed:

@@ -57,6 +57,7 @@ class Fleet:
 
     signals: Sequence[Signal]
     table: Table
+    may_park = False  # slots may be PARKED: expected, but not coming
 
     def __init__(self, configs: Sequence[WorkerConfig], limits: Limits, max_workers: int) -> None:
         self.configs = list(configs)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from slotloader.arguments import require_count
-from slotloader.batching.batches import Episode
+from slotloader.batching.episodes import Episode
 from slotloader.device.policies import Policy
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.learning.learners import Unroll, Unrolls

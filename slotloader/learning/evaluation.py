@@ -7,16 +7,20 @@ length. Here every slot plays a fixed number of episodes, each from a seed of it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 
 from slotloader.arguments import require_count
-from slotloader.batching.batches import Batch, Episode
+from slotloader.batching.batches import Batch
+from slotloader.batching.episodes import Episode
+from slotloader.batching.leases import Leases, cut_of
 from slotloader.batching.progress import ProgressBar
 from slotloader.batching.receiver import Receiver
+from slotloader.batching.stats import Meter
 from slotloader.device.batch import DeviceBatch
 from slotloader.device.policies import Policy, positional
 from slotloader.device_batches import DeviceBatches
@@ -166,7 +170,7 @@ class _HostSide:
         if rows.all():
             batch.send(actions)
         else:
-            self.receiver.answer_some(batch, actions, rows)
+            self.receiver.leases.answer_some(batch, actions, rows)
 
 
 class _DeviceSide:
@@ -189,13 +193,43 @@ class _DeviceSide:
             batch.send(acted.action, hold=None if rows.all() else ~rows)
 
 
+class _Aside:
+    """What a receiver knew of its slots and counted before the evaluation, and the way back to it."""
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases, self._began_ns = leases, monotonic_ns()
+        self._meter = leases.exchange_meter(Meter())
+        self._last = leases.last.copy()
+
+    def cuts_of(self, batch: Batch, slots: Sequence[int]) -> dict[int, Cut]:
+        """The episodes that are open for whoever received before, if they go no further than the records of `batch`."""
+        interrupted = {episode.slot: episode for episode in batch.episodes if episode.interrupted}
+        cuts, table = {}, batch.exchange.table
+        for slot in slots:
+            _, _, life, ended = self._last[slot].tolist()
+            episode = interrupted.get(slot)
+            if not ended and episode is not None:
+                cuts[slot] = cut_of(episode)
+            elif not ended:
+                cuts[slot] = Cut(life, int(table.episode[slot]), int(table.episode_seed[slot]))
+        return cuts
+
+    def go_back(self, slots: Sequence[int], cuts: Mapping[int, Cut]) -> None:
+        """Goes on with the figures from before; the next record of each slot tells of the episode that was cut."""
+        self._meter.start_ns += monotonic_ns() - self._began_ns
+        self._leases.exchange_meter(self._meter)
+        self._leases.last[slots] = self._last[slots]
+        for slot, cut in cuts.items():
+            self._leases.exchange.fleet.give_back_cut(slot, cut)
+
+
 class _Evaluation:
     """One evaluation: begins lives, plays, and leaves the slots to whoever used them before."""
 
     def __init__(self, side: _HostSide | _DeviceSide, episodes: int, seed: int) -> None:
         self._side, self._episodes, self._seed = side, episodes, seed
-        self._receiver = side.receiver
-        self._fleet, self._table = self._receiver.loader.fleet, self._receiver.loader.table
+        self._receiver, exchange = side.receiver, side.receiver.exchange
+        self._leases, self._fleet, self._table = self._receiver.leases, exchange.fleet, exchange.table
         self._played: dict[int, list[Episode]] = {}
         self._share: dict[int, int] = {}  # episodes by slot
         self._begun: dict[int, int] = {}  # their FIRST records, those of interrupted ones too
@@ -204,20 +238,20 @@ class _Evaluation:
     def run(self, bar: ProgressBar) -> EvalResult:
         """Plays all of it; the slots are given back however it ends."""
         receiver = self._receiver
-        aside = receiver.set_aside()
+        aside = _Aside(self._leases)
         cuts: dict[int, Cut] = {}
         try:
             batch = receiver.take_all()
             try:
-                slots = [slot for slot in batch.env_indices.tolist() if not receiver.is_doomed(slot)]
+                slots = [slot for slot in batch.env_indices.tolist() if not self._leases.is_doomed(slot)]
                 if not slots:
                     raise SlotLoaderError("evaluate: expected a slot with an env, found none")
                 shares = [self._episodes // len(slots) + (at < self._episodes % len(slots)) for at in range(len(slots))]
                 self._share = {slot: share for slot, share in zip(slots, shares, strict=True) if share}
                 self._played, self._begun = {slot: [] for slot in self._share}, dict.fromkeys(self._share, 0)
-                cuts = receiver.cuts_of(aside, batch, list(self._share))
+                cuts = aside.cuts_of(batch, list(self._share))
                 self._begin_lives(list(self._share))
-                receiver.pass_over(batch, np.isin(batch.env_indices, list(self._share)))
+                self._leases.pass_over(batch, np.isin(batch.env_indices, list(self._share)))
                 while (done := sum(map(len, self._played.values()))) < self._episodes:
                     bar.update(done / self._episodes, self._text)
                     playing = sum(len(self._played[slot]) < share for slot, share in self._share.items())
@@ -227,7 +261,7 @@ class _Evaluation:
             finally:
                 self._leave()
         finally:
-            receiver.go_back(aside, list(self._share), cuts)
+            aside.go_back(list(self._share), cuts)
         found = [episode for played in self._played.values() for episode in played]
         return EvalResult(
             returns=np.array([episode.episode_return for episode in found]),
@@ -267,7 +301,7 @@ class _Evaluation:
             batch.release()
         failures: list[SlotLoaderError] = []
         rest: Batch | None = None
-        while rest is None and receiver.has_slots():
+        while rest is None and self._leases.alive > 0:
             try:
                 rest = receiver.take_all()
             except (EnvFailed, WorkerDied) as error:
@@ -278,10 +312,9 @@ class _Evaluation:
             raise failures[0]
 
     def _end_lives(self, batch: Batch) -> None:
-        receiver = self._receiver
-        rows = np.array([slot in self._share and not receiver.is_doomed(slot) for slot in batch.env_indices.tolist()], bool)
+        rows = np.array([slot in self._share and not self._leases.is_doomed(slot) for slot in batch.env_indices.tolist()], bool)
         self._fleet.begin_lives(batch.env_indices[rows].tolist())
-        receiver.pass_over(batch, rows)
+        self._leases.pass_over(batch, rows)
         batch.release()
 
     def _text(self) -> str:

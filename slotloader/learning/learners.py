@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from slotloader.arguments import require_count
-from slotloader.batching.batches import Batch, BytesColumn
+from slotloader.batching.batches import Batch
+from slotloader.batching.gatherer import BytesColumn
 from slotloader.batching.receiver import Receiver
 from slotloader.device.ops import DeviceOps, HostOps, map_tree
 from slotloader.device.staging import BytesTensor
@@ -103,7 +104,7 @@ class Unroll(NamedTuple):
 
 def _ops_of(source: Source) -> tuple[DeviceOps, int]:
     if isinstance(source, (SlotLoader, Receiver)):
-        return HostOps(), source.receiver.loader.num_slots
+        return HostOps(), source.receiver.exchange.table.num_slots
     if hasattr(source, "ops") and hasattr(source, "receiver"):
         return source.ops, source.table_slots
     raise TypeError(f"loader: expected a SlotLoader, a receiver of loader.split or an adapter, found {source!r:.200}")
@@ -122,9 +123,9 @@ class _Assembler:
     def __init__(self, source: Source, length: int) -> None:
         self.ops, slots = _ops_of(source)
         self._of_loader = isinstance(source, (SlotLoader, Receiver))
-        self._loader = source.receiver.loader
+        self._exchange = source.receiver.exchange
         self._length = length  # records that are kept per slot
-        self._action = self._loader.table.layout.action
+        self._action = self._exchange.table.layout.action
         wrong = [leaf for leaf in leaves(self._action) if leaf.kind is not Kind.ARRAY]
         if wrong:
             raise TypeError(f"{show_path(wrong[0].path)}: expected actions of numbers, found {wrong[0]}")
@@ -154,7 +155,7 @@ class _Assembler:
         """
         host = _host(batch)
         alike = isinstance(batch, Batch) is self._of_loader and getattr(batch, "ops", self.ops) is self.ops
-        if not alike or host.loader is not self._loader:
+        if not alike or host.exchange is not self._exchange:
             made_for = "the loader" if self._of_loader else "the adapter"
             raise TypeError(f"add: expected a batch of {made_for} that this was made for, found {batch!r:.200}")
         slots = host.env_indices

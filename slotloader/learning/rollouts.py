@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slotloader.batching.batches import Episode
+from slotloader.batching.episodes import Episode
 from slotloader.device.policies import Policy
 from slotloader.learning.learners import Unroll, Unrolls
 

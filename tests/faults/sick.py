@@ -23,6 +23,7 @@ import numpy as np
 from dm_env import specs
 from gymnasium.spaces import Box, Discrete
 
+from slotloader.table.slots import SlotState
 from slotloader.worker import runner
 
 PRELOAD = ["sick"]
@@ -97,7 +98,7 @@ class DiesPublishing(Alive):
 
             def publish(publisher: runner.Publisher, slot: int) -> None:
                 if point == "unposted":
-                    publisher._state[slot] = runner._READY
+                    publisher._state[slot] = int(SlotState.READY)
                 kill_nine()
 
             runner.Publisher.publish = publish  # type: ignore[method-assign]
