@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 from slotloader.batching.batches import Batch
 from slotloader.batching.episodes import Episode
 from slotloader.batching.gatherer import BytesColumn
+from slotloader.batching.meters import Dwell
 from slotloader.batching.receiver import Receiver
-from slotloader.batching.stats import Dwell, Stats
+from slotloader.batching.stats import Stats
 from slotloader.device.batch import DeviceBatch
 from slotloader.device.policies import Acted, Inputs, Policy, RecurrentState
 from slotloader.device.staging import BytesTensor

@@ -17,7 +17,7 @@ import numpy as np
 from slotloader.batching.batches import Batch
 from slotloader.batching.episodes import Episode, read_episodes
 from slotloader.batching.exchange import Exchange
-from slotloader.batching.stats import Meter
+from slotloader.batching.meters import Meter
 from slotloader.errors import ActionError, LeaseExpired, LoaderClosed
 from slotloader.fleet.supervisor import Cut
 from slotloader.records.specs import Array
@@ -36,6 +36,7 @@ class Leases:
     Args:
       exchange: of the loader.
       engine: of these slots.
+      index: of the receiver.
       first: the first slot.
       end: the one after the last.
       whole: the leases of all slots, if this is a share after `split`.
@@ -48,7 +49,9 @@ class Leases:
       last: `progress` of the last record of each slot that was handed out, `PROGRESS` (num_slots,).
     """
 
-    def __init__(self, exchange: Exchange, engine: Engine, first: int, end: int, whole: Leases | None = None) -> None:
+    def __init__(
+        self, exchange: Exchange, engine: Engine, index: int, first: int, end: int, whole: Leases | None = None
+    ) -> None:
         table = exchange.table
         self.exchange, self._engine, self._first, self._end = exchange, engine, first, end
         self._check, self._fleet, self._table = exchange.scatterer.check, exchange.fleet, table
@@ -64,9 +67,9 @@ class Leases:
         self._unanswered: dict[int, Batch] = {}  # by the identity of `env_indices`, oldest first
         self._rank = np.full(table.num_slots, -1)  # scratch of `send`: a number for each slot that is named
         self._ranked = 0
-        self._due: tuple[int, int, int, int, Array] | None = None  # the batch taken last, not yet counted
         self._buried = False
-        self.meter = Meter()
+        self._place = table.meters[index], table.dwells[index]
+        self.meter = Meter(*self._place)
 
     # Taking.
 
@@ -88,8 +91,7 @@ class Leases:
             most = min(max_get, self.alive)  # slots without an env cannot fill a batch
             batch = Batch(self, most, now, slots, reward, step_type, episodes)
             self._unanswered[id(slots)] = batch
-            self._keep_books()
-            self._due = (now, slots.size, most, kinds.count(0), published)
+            self.meter.batch_taken(now, slots.size, most, kinds.count(0), published)
             return batch
 
     def _interrupted(self, firsts: list[int]) -> list[Episode]:
@@ -103,13 +105,6 @@ class Leases:
             seed = None if cut.seed < 0 else cut.seed
             found.append(Episode(slot, cut.life, cut.episode, episode_return, length, seed, interrupted=True, info={}))
         return found
-
-    def _keep_books(self) -> None:
-        """Counts the batch taken last: after its workers have been woken, or when somebody looks; under the lock."""
-        if self._due is not None:
-            now, size, most, firsts, published = self._due
-            self._due = None
-            self.meter.batch_taken(now, size, most, firsts, now - published)
 
     # Answering.
 
@@ -215,7 +210,6 @@ class Leases:
         if self._doomed:
             slots, arrays = self._without_doomed(slots, arrays)
         self._engine.act(slots, arrays)
-        self._keep_books()
 
     def _without_doomed(self, slots: Array, arrays: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """Drops the actions of slots whose env has ended, which are DEAD then."""
@@ -259,7 +253,6 @@ class Leases:
             slots = batch.open_slots()
             if slots.size == 0:
                 return
-            self._keep_books()
             self.leased -= slots.size
             self._engine.give_back(slots)
             self._close(batch, answered=False)
@@ -290,7 +283,6 @@ class Leases:
         Slots that were leased for a batch which nobody got are ready again; batches keep the slots that are still leased.
         """
         with self.lock:
-            self._keep_books()
             held: set[int] = set()
             for key, batch in list(self._unanswered.items()):
                 own = batch.open_slots()  # what was answered may be leased by a later batch
@@ -363,21 +355,20 @@ class Leases:
     def restart_meter(self) -> None:
         """Begins new figures; batches that are out count in the new ones."""
         with self.lock:
-            self._due = None
-            fresh = Meter()
+            fresh = Meter(*self._place)
             fresh.adopt_open(len(self._unanswered))
             self.meter = fresh
 
     def current_meter(self) -> Meter:
         """The figures, with every batch counted that has been handed out."""
         with self.lock:
-            self._keep_books()
+            self.meter.fold()
         return self.meter
 
     def exchange_meter(self, meter: Meter) -> Meter:
         """Goes on with other figures; returns those so far, with every batch counted."""
         with self.lock:
-            self._keep_books()
+            self.meter.fold()
             before, self.meter = self.meter, meter
             return before
 

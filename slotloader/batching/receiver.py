@@ -44,7 +44,7 @@ class Receiver(BatchSource[Batch]):
         self._first, self._end = first, end
         self._status, self._fleet, self._table = exchange.status, exchange.fleet, exchange.table
         self._engine: Engine = exchange.make_engine(index, first, end, None if whole is None else whole._engine)
-        self.leases: Leases = Leases(exchange, self._engine, first, end, None if whole is None else whole.leases)
+        self.leases: Leases = Leases(exchange, self._engine, index, first, end, None if whole is None else whole.leases)
         self._consumer: dict[str, int] = {}  # the thread whose `recv` runs; setdefault on a dict is atomic
         self._failure: BaseException | None = None  # of a thread that sends for us; the next `recv` raises it
         self._warned = False

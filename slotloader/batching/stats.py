@@ -1,41 +1,19 @@
-"""Health figures of a loader: what is counted, how it is kept cheap, and the verdict.
-
-Per batch only a few numbers are stored; they are folded into histograms when a buffer is full or someone looks.
-"""
+"""Health figures of a loader, put together from its meters and its table, and shown."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 
+from slotloader.batching.meters import Dwell, Meter, merged
+from slotloader.batching.verdict import judge
 from slotloader.records.specs import Array
 from slotloader.table.slots import SlotState, Table
-
-_BUFFER = 8192
-_SUB = 8  # buckets per power of two: a percentile is exact to 12 %
-_BUCKETS = 64 * _SUB
-
-# Thresholds of the verdict (docs/metrics.md): shares of the measured time.
-BUSY_HIGH = 0.80  # the consumer holds an unanswered batch for this share or more: inference-bound
-BUSY_LOW = 0.50  # for less than this: env-bound
-STRAGGLER_RATIO = 3.0  # the slowest slot against the median slot
-STRAGGLER_FLOOR = 0.001  # seconds per record below which no slot is called slow
-
-
-@dataclass(frozen=True)
-class Dwell:
-    """A distribution of times, in seconds."""
-
-    count: int
-    mean: float
-    p50: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True)
@@ -106,138 +84,7 @@ class Stats:
         return flat
 
 
-class Histogram:
-    """Counts of times in ns in buckets of equal ratio (as HdrHistogram), folded from a buffer.
-
-    Any thread may add and read.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(_BUFFER, np.int64)
-        self._used = 0
-        self._counts = np.zeros(_BUCKETS, np.int64)
-        self._total = 0
-        self._max = 0
-        self._lock = threading.Lock()
-
-    def add(self, times: Array) -> None:
-        """Adds int64 ns."""
-        count = times.size
-        with self._lock:
-            if self._used + count > _BUFFER:
-                self._fold()
-                if count > _BUFFER:
-                    self._count(times)
-                    return
-            self._buffer[self._used : self._used + count] = times
-            self._used += count
-
-    def add_one(self, time_ns: int) -> None:
-        """Adds a single time."""
-        with self._lock:
-            if self._used == _BUFFER:
-                self._fold()
-            self._buffer[self._used] = time_ns
-            self._used += 1
-
-    def fold(self) -> None:
-        """Moves the buffer into the counts."""
-        with self._lock:
-            self._fold()
-
-    def _fold(self) -> None:
-        self._count(self._buffer[: self._used])
-        self._used = 0
-
-    def _count(self, times: Array) -> None:
-        if times.size == 0:
-            return
-        times = np.maximum(times, 1)
-        self._counts += np.bincount((np.log2(times) * _SUB).astype(np.int64), minlength=_BUCKETS)
-        self._total += int(times.sum())
-        self._max = max(self._max, int(times.max()))
-
-    def summary(self) -> Dwell:
-        """Mean, percentiles and maximum in seconds."""
-        self.fold()
-        with self._lock:
-            count = int(self._counts.sum())
-            if count == 0:
-                return Dwell(0, 0.0, 0.0, 0.0, 0.0)
-            ranks = np.searchsorted(np.cumsum(self._counts), [np.ceil(count * 0.5), np.ceil(count * 0.99)])
-            p50, p99 = (min(2.0 ** ((rank + 0.5) / _SUB), self._max) * 1e-9 for rank in ranks.tolist())
-            return Dwell(count, self._total / count * 1e-9, p50, p99, self._max * 1e-9)
-
-    def buckets(self) -> tuple[Array, Array]:
-        """Upper edges in seconds (float64) and counts (int64), for plots."""
-        self.fold()
-        return 2.0 ** (np.arange(1, _BUCKETS + 1) / _SUB) * 1e-9, self._counts.copy()
-
-
-class Meter:
-    """Keeps the figures of one receiver. The receiver's lock covers every method but `snapshot`."""
-
-    def __init__(self) -> None:
-        self.obs_to_batch = Histogram()
-        self.batch_to_action = Histogram()
-        self.start_ns = monotonic_ns()
-        self.batches = self.records = self.env_steps = self.episodes = 0
-        self.partial = self.dropped_actions = 0
-        self.fill = 0.0
-        self.wait_ns = 0
-        self._open = 0
-        self._busy_ns = 0
-        self._busy_since = 0
-
-    def batch_taken(self, now: int, size: int, max_get: int, first_records: int, dwell: Array) -> None:
-        """A batch was handed out at `now`; `dwell` is int64 ns (size,)."""
-        self.batches += 1
-        self.records += size
-        self.env_steps += size - first_records
-        self.fill += size / max_get
-        if size < max_get:
-            self.partial += 1
-        if self._open == 0:
-            self._busy_since = now
-        self._open += 1
-        self.obs_to_batch.add(dwell)
-
-    def batch_closed(self, now: int, taken_ns: int, answered: bool) -> None:
-        """A batch that was taken at `taken_ns` has no leased row left."""
-        self._open -= 1
-        if self._open == 0:
-            self._busy_ns += now - self._busy_since
-        if answered:
-            self.batch_to_action.add_one(now - taken_ns)
-
-    def batch_released(self, size: int, max_get: int, step_types: Array, episodes: int) -> None:
-        """Records of a batch of `size` went back unanswered: they will be handed out, and counted, again."""
-        self.records -= step_types.size
-        self.env_steps -= int(np.count_nonzero(step_types))
-        self.episodes -= episodes
-        if step_types.size == size:  # none of it was answered
-            self.batches -= 1
-            self.fill -= size / max_get
-            self.partial -= size < max_get
-
-    def set_open(self, batches: int, now: int) -> None:
-        """Says how many batches are unanswered, after an interrupt."""
-        if self._open and not batches:
-            self._busy_ns += now - self._busy_since
-        elif batches and not self._open:
-            self._busy_since = now
-        self._open = batches
-
-    def adopt_open(self, batches: int) -> None:
-        """Takes over batches that are unanswered when the figures start anew."""
-        self._open, self._busy_since = batches, self.start_ns
-
-    def busy_ns(self, now: int) -> int:
-        """Time with at least one unanswered batch."""
-        return self._busy_ns + (now - self._busy_since if self._open else 0)
-
-
-def snapshot(table: Table, meters: list[Meter], restarted: int) -> Stats:
+def snapshot(table: Table, meters: Sequence[Meter], restarted: int) -> Stats:
     """Puts the figures of all receivers and of the table together; `restarted` is counted by the fleet."""
     dead = table.state == SlotState.DEAD
     now = monotonic_ns()
@@ -255,8 +102,8 @@ def snapshot(table: Table, meters: list[Meter], restarted: int) -> Stats:
     waiting = float(np.mean([meter.wait_ns for meter in meters])) * 1e-9 / seconds
     fill = sum(meter.fill for meter in meters) / max(batches, 1)
     slowest = int(np.argmax(per_record))
-    obs_to_batch = _merged([meter.obs_to_batch for meter in meters])
-    batch_to_action = _merged([meter.batch_to_action for meter in meters])
+    obs_to_batch = merged([meter.obs_to_batch for meter in meters])
+    batch_to_action = merged([meter.batch_to_action for meter in meters])
     verdict, reason = judge(busy, waiting, per_record, env_steps, obs_to_batch, batch_to_action)
     return Stats(
         seconds=seconds,
@@ -285,52 +132,6 @@ def snapshot(table: Table, meters: list[Meter], restarted: int) -> Stats:
         verdict=verdict,
         reason=reason,
     )
-
-
-def _merged(histograms: list[Histogram]) -> Dwell:
-    if len(histograms) == 1:
-        return histograms[0].summary()
-    merged = Histogram()
-    for histogram in histograms:
-        histogram.fold()
-        merged._counts += histogram._counts
-        merged._total += histogram._total
-        merged._max = max(merged._max, histogram._max)
-    return merged.summary()
-
-
-def judge(
-    busy: float, waiting: float, per_record: Array, env_steps: int, obs_to_batch: Dwell, batch_to_action: Dwell
-) -> tuple[str, str]:
-    """Gives the verdict and its sentence.
-
-    The rules, in order:
-
-    1. fewer than two steps per slot: "starting";
-    2. the consumer is busy for `BUSY_HIGH` or more: "inference-bound";
-    3. it is not, and the slowest slot takes `STRAGGLER_RATIO` times the median slot's time per record,
-       and at least `STRAGGLER_FLOOR`: "straggler";
-    4. it is busy for less than `BUSY_LOW`: "env-bound"; otherwise "balanced".
-    """
-    slots = max(int(np.count_nonzero(per_record)), 1)
-    if env_steps < 2 * slots:
-        return "starting", f"only {env_steps} env steps from {slots} slots so far: too few to say"
-    shares = f"the policy holds a batch {busy:.0%} of the time, recv sleeps {waiting:.0%}"
-    if busy >= BUSY_HIGH:
-        return "inference-bound", (
-            f"{shares}; an answer takes {batch_to_action.mean * 1e3:.3g} ms and ready records wait "
-            f"{obs_to_batch.mean * 1e3:.3g} ms: a faster policy or larger batches would help, more envs would not"
-        )
-    stepped = per_record[per_record > 0]  # reserved slots and lost ones have no say
-    worst, median = int(np.argmax(per_record)), float(np.median(stepped)) if stepped.size else 0.0
-    if slots > 1 and median > 0 and per_record[worst] >= max(STRAGGLER_RATIO * median, STRAGGLER_FLOOR):
-        return "straggler", (
-            f"slot {worst} takes {per_record[worst] * 1e3:.3g} ms per record, resets included, against a median of "
-            f"{median * 1e3:.3g} ms: keep min_get below the number of slots, or speed that env up; {shares}"
-        )
-    if busy < BUSY_LOW:
-        return "env-bound", f"{shares}: more envs or faster ones would help, a faster policy would not"
-    return "balanced", f"{shares}: neither side waits much for the other"
 
 
 def table_text(stats: Stats) -> str:

@@ -18,9 +18,9 @@ from slotloader.arguments import require_count
 from slotloader.batching.batches import Batch
 from slotloader.batching.episodes import Episode
 from slotloader.batching.leases import Leases, cut_of
+from slotloader.batching.meters import Meter
 from slotloader.batching.progress import ProgressBar
 from slotloader.batching.receiver import Receiver
-from slotloader.batching.stats import Meter
 from slotloader.device.batch import DeviceBatch
 from slotloader.device.policies import Policy, positional
 from slotloader.device_batches import DeviceBatches

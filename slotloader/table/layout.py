@@ -67,6 +67,23 @@ PROGRESS = np.dtype(
 )
 
 
+# The figures of one receiver. W: trainer, under the lock of its leases; R: anybody, see `Meter.read`.
+METER = np.dtype(
+    [
+        ("edition", "i8"),  # odd while the row is being written
+        ("start_ns", "i8"),  # since when it counts
+        ("shown_ns", "i8"),  # when the row was written
+        *((name, "i8") for name in ("batches", "records", "env_steps", "episodes", "partial", "dropped_actions", "wait_ns")),
+        ("fill", "f8"),  # sum over the batches of size / max_get
+        ("open", "i8"),  # unanswered batches
+        ("busy_ns", "i8"),  # time with at least one of them, until the last time there was none
+        ("busy_since_ns", "i8"),  # since when there is one
+    ]
+)
+DWELL_BUCKETS = 512  # eight per power of two ns
+DWELL_WORDS = DWELL_BUCKETS + 2  # counts, then the sum and the longest; W, R as for METER
+
+
 @dataclass(frozen=True)
 class Field:
     """One array of the region: `shape` includes the leading row count."""
@@ -112,6 +129,8 @@ class Layout:
             (name, np.dtype(dtype), (rows[per],)) for name, dtype, per in CONTROL
         ]
         wanted.append(("progress", PROGRESS, (num_slots,)))
+        wanted.append(("meters", METER, (MAX_RECEIVERS,)))
+        wanted.append(("dwells", np.dtype(np.int64), (MAX_RECEIVERS, 2, DWELL_WORDS)))  # obs to batch, batch to action
         wanted.append(("info_data", np.dtype(np.uint8), (num_slots, INFO_BYTES)))
         for tree in (observation, info, action):
             wanted.extend((name, dtype, (num_slots, *shape)) for name, dtype, shape in tree_parts(tree))

@@ -106,6 +106,8 @@ class Table:
     wanted: Array
     first_slot: Array
     end_slot: Array
+    meters: Array
+    dwells: Array
 
     def __init__(self, layout: Layout, memory: mmap.mmap) -> None:
         self.layout = layout
