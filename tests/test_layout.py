@@ -196,7 +196,7 @@ def test_a_shared_region_has_no_name_and_gives_every_descriptor_back() -> None:
 def test_two_sides_of_a_shared_region_see_each_other() -> None:
     layout, before = Layout.plan(**BASE), descriptors()
     memory, fd = slots.create_shared(layout)
-    trainer, worker = slots.Table(layout, memory), slots.attach(layout, fd)
+    trainer, worker = slots.Table(layout, memory), slots.attach(fd)
     os.close(fd)
     write, read = values.writer(OBS, worker.observation, 3, ROOT), values.reader(OBS, trainer.observation, 3)
     record = {"x": np.arange(4, dtype=np.float32), "cam": np.full((4, 4), 7, np.uint8)}
@@ -270,3 +270,31 @@ def test_leaves_of_a_layout_come_back_in_the_trees_own_shape() -> None:
     numbered = build(tree, iter(range(3)))
     assert numbered == {"b": (0, 1), "a": 2}
     assert list(flattened(tree, {"a": 2, "b": [0, 1]}, ROOT)) == [0, 1, 2]
+
+
+# What a region says about itself.
+
+
+@given(plan=plans)
+@settings(deadline=None)
+def test_a_region_describes_itself_so_that_whoever_attaches_needs_nothing_else(plan: Any) -> None:
+    layout = Layout.plan(*plan)
+    read = Layout.read(layout.described_at, layout.description)
+    assert (read.num_slots, read.num_workers, read.fields, read.digest) == (
+        layout.num_slots, layout.num_workers, layout.fields, layout.digest,
+    )  # fmt: skip
+    for mine, theirs in ((layout.observation, read.observation), (layout.action, read.action), (layout.info, read.info)):
+        assert [leaf.signature() for leaf in leaves(mine)] == [leaf.signature() for leaf in leaves(theirs)]
+
+
+@linux
+def test_who_only_looks_can_change_nothing() -> None:
+    layout = Layout.plan(**BASE)
+    memory, fd = slots.create_shared(layout)
+    table = slots.Table(layout, memory)
+    table.reward[2] = 5.0
+    looking = slots.attach(fd, writable=False)
+    os.close(fd)
+    assert looking.reward.tolist() == [0.0, 0.0, 5.0, 0.0] and looking.layout.num_workers == 2
+    with pytest.raises(ValueError, match="read-only"):
+        looking.reward[0] = 1.0

@@ -8,7 +8,7 @@ of each leaf. Every array starts on a 64-byte boundary, so two arrays never shar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from slotloader.records.specs import Leaf, Tree, leaves, show_path
 from slotloader.records.values import parts
+from slotloader.table.description import pack_description, unpack_description
 
 MAGIC = b"SLOTLDR\0"
 VERSION = 1
@@ -101,13 +102,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """The arithmetic of one region; picklable, so that a worker attaches with it.
+    """The arithmetic of one region, which holds its own description: whoever attaches reads the layout there.
 
     Attributes:
       num_slots: rows of every slot array.
       num_workers: rows of every worker array.
       observation, action, info: the trees; `info` is a dict of declared columns, perhaps empty.
       fields: every array, in order.
+      described_at: where the description begins, after the arrays.
+      description: see `description.pack_description`.
       nbytes: size of the whole region.
       digest: 16 bytes over everything that both sides must agree on.
     """
@@ -118,6 +121,8 @@ class Layout:
     action: Tree
     info: Tree
     fields: tuple[Field, ...]
+    described_at: int
+    description: bytes
     nbytes: int
     digest: bytes
 
@@ -139,10 +144,31 @@ class Layout:
             field = Field(name, dtype, shape, offset)
             fields.append(field)
             offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
-        kinds = [(leaf.kind.value, leaf.detail) for tree in (observation, info, action) for leaf in leaves(tree)]
-        text = repr((VERSION, [(f.name, f.dtype.descr, f.shape, f.offset) for f in fields], kinds, offset))
-        digest = hashlib.sha256(text.encode()).digest()[:16]
-        return cls(num_slots, num_workers, observation, action, info, tuple(fields), offset, digest)
+        trees = {"observation": observation, "action": action, "info": info}
+        described = [(field.name, field.dtype, field.shape, field.offset) for field in fields]
+        counts = {"version": VERSION, "num_slots": num_slots, "num_workers": num_workers}
+        data = pack_description(described, trees, **counts)
+        digest = _digest(trees, fields, offset)
+        return cls(num_slots, num_workers, observation, action, info, tuple(fields), offset, data, offset + len(data), digest)
+
+    @classmethod
+    def read(cls, described_at: int, description: bytes) -> Layout:
+        """The layout that a region describes; see `pack_description`."""
+        found = unpack_description(description)
+        trees = {name: found[name] for name in ("observation", "action", "info")}
+        fields = tuple(Field(*field) for field in found["fields"])
+        end = described_at + len(description)
+        digest = _digest(trees, fields, described_at)
+        return cls(
+            found["num_slots"], found["num_workers"], **trees, fields=fields, described_at=described_at,
+            description=description, nbytes=end, digest=digest,
+        )  # fmt: skip
+
+
+def _digest(trees: dict[str, Tree], fields: Iterable[Field], end: int) -> bytes:
+    kinds = [(leaf.kind.value, leaf.detail) for tree in trees.values() for leaf in leaves(tree)]
+    text = repr((VERSION, [(f.name, f.dtype.descr, f.shape, f.offset) for f in fields], kinds, end))
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 def tree_parts(tree: Tree) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:

@@ -67,7 +67,7 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
                 if isinstance(message[0], Layout):
                     break
                 early.append(message)
-            table = slots.attach(message[0], fds[0])
+            table = slots.attach(fds[0])
             os.close(fds[0])
             receivers = [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]]
             count = (len(semaphores) - MAX_RECEIVERS) // 2  # of workers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -369,26 +368,23 @@ with SlotLoader(Alive, 3, preload=["sick"], on_failure="restart") as loader:
 # 28: strangers.
 
 STRANGER = """
-import json, pickle, sys
-import numpy as np
+import json, sys
 from slotloader.table import slots
 
-layout, path = pickle.load(open(sys.argv[1], "rb")), sys.argv[2]
-with open(path, "r+b") as file:
-    table = slots.attach(layout, file.fileno())
+with open(sys.argv[1], "r+b") as file:
+    table = slots.attach(file.fileno())
 print(json.dumps([table.num_slots, table.observation[0][:, 0].tolist()]))
 """
 
 
 @pytest.mark.parametrize("end", ["", "import os; os.kill(os.getpid(), 9)"], ids=["exits", "is killed"])
-def test_a_process_that_we_did_not_start_attaches_and_ends_and_the_region_is_still_there(end: str, tmp_path: Path) -> None:
+def test_a_process_that_we_did_not_start_attaches_and_ends_and_the_region_is_still_there(end: str) -> None:
     with SlotLoader(Alive, 3, **PROCESS) as loader:
         play = Play(loader)
         play.steps(5)
-        (tmp_path / "layout").write_bytes(pickle.dumps(loader.table.layout))
         path = f"/proc/{os.getpid()}/fd/{loader.fleet._region}"
         environment = {"PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-c", STRANGER + end, str(tmp_path / "layout"), path]
+        command = [sys.executable, "-c", STRANGER + end, path]
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
         assert json.loads(ran.stdout) == [3, [0, 1, 2]]
         assert not [word for word in NOISE if word in ran.stderr]
@@ -396,12 +392,21 @@ def test_a_process_that_we_did_not_start_attaches_and_ends_and_the_region_is_sti
         assert all(play.lives(slot) == [0] for slot in range(3))
 
 
-def test_a_stranger_with_another_layout_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
-    with SlotLoader(Alive, 3, **PROCESS) as loader, SlotLoader(Alive, 2, **PROCESS) as other:
-        (tmp_path / "layout").write_bytes(pickle.dumps(other.table.layout))
+def test_a_stranger_of_another_version_is_refused_before_it_touches_anything() -> None:
+    with SlotLoader(Alive, 3, **PROCESS) as loader:
         path = f"/proc/{os.getpid()}/fd/{loader.fleet._region}"
-        command = [sys.executable, "-c", STRANGER, str(tmp_path / "layout"), path]
-        ran = subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=60)
+        newer = "from slotloader.table import slots; slots.VERSION += 1" + STRANGER
+        ran = subprocess.run(
+            [sys.executable, "-c", newer, path], capture_output=True, text=True, env=child_environment(), timeout=60
+        )
         assert ran.returncode == 1
         assert "both sides must match" in ran.stderr
+        Play(loader).steps(20)
+
+
+def test_nobody_can_shrink_or_grow_the_region_under_its_trainer() -> None:
+    with SlotLoader(Alive, 2, **PROCESS) as loader, open(f"/proc/{os.getpid()}/fd/{loader.fleet._region}", "r+b") as file:
+        for size in (0, 4096, 1 << 30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(file.fileno(), size)
         Play(loader).steps(20)
