@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 import slotloader
 from slotloader.batching import batches, leases, receiver
 from slotloader.records.step_type import StepType
-from slotloader.table import engine, publisher
+from slotloader.table import engine, publisher, writer
 from slotloader.table.slots import LEGAL_MOVES, SlotState
-from slotloader.worker import runner
 from slotloader.worker import worker as workers
 
 S = SlotState
@@ -91,7 +90,7 @@ def test_every_record_can_be_reached_again() -> None:
 def test_states_are_the_bytes_that_a_worker_looks_for() -> None:
     states = np.array(list(SlotState), np.uint8)
     assert states.tolist() == list(range(len(SlotState))) and len(SlotState) < 256
-    for module in (runner, workers, receiver, leases, engine, publisher):
+    for module in (workers, receiver, leases, engine, publisher, writer):
         for name, value in vars(module).items():
             if re.fullmatch(r"_(STARTING|ACTED|WRITING|READY|LEASED|DEAD)", name):
                 assert type(value) is int and value == SlotState[name[1:]], f"{module.__name__}.{name}"
@@ -168,7 +167,9 @@ def watched() -> Iterator[tuple[slotloader.SlotLoader, list[tuple[str, SlotState
     with slotloader.SlotLoader(Env, num_envs=3, backend="inline", timeout=0, on_failure="raise") as loader:
         loader.receiver._engine._state = Watched(loader.table.state, "trainer", moves)  # type: ignore[attr-defined]
         for env_runner in loader.fleet._worker.runners:  # type: ignore[attr-defined]
-            env_runner._state = env_runner._publisher._state = Watched(loader.table.state_words, "env", moves)
+            slot_writer = env_runner._writer
+            slot_writer._state = Watched(loader.table.state_words, "env", moves)
+            slot_writer._hand_over.__self__._state = slot_writer._state  # the publisher's
         yield loader, moves
 
 

@@ -31,8 +31,9 @@ from slotloader.errors import SpecMismatch
 from slotloader.records import values
 from slotloader.records.spaces import tree_of
 from slotloader.records.specs import Array, flatten
+from slotloader.records.values import fit_reward
+from slotloader.table.infos import pack_info
 from slotloader.table.layout import INFO_BYTES
-from slotloader.worker.runner import _fit_reward, pack_info
 
 SIZES = [3, 100]  # small arrays and large ones may be compared in different ways
 
@@ -250,10 +251,10 @@ def test_packed_arrays_and_scalars_keep_dtype_shape_and_bits(dtype: str, rows: i
 
 
 def test_a_reward_is_any_number_that_float32_can_hold() -> None:
-    assert [_fit_reward(r) for r in (None, 3, True, np.float32(0.5), np.array(2), -np.inf)] == [0, 3, 1, 0.5, 2, -np.inf]
-    assert np.isnan(_fit_reward(np.float64("nan")))
+    assert [fit_reward(r) for r in (None, 3, True, np.float32(0.5), np.array(2), -np.inf)] == [0, 3, 1, 0.5, 2, -np.inf]
+    assert np.isnan(fit_reward(np.float64("nan")))
     for wrong in ([1.0], np.zeros(1), "1", 1e39, 1j, object()):
-        assert refused(_fit_reward, wrong).startswith("reward: expected a number")
+        assert refused(fit_reward, wrong).startswith("reward: expected a number")
 
 
 infos = st.dictionaries(

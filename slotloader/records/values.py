@@ -6,6 +6,7 @@ integers pass only if every value fits; anything else is a `SpecMismatch` that n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from slotloader.records.specs import Array, Kind, Leaf, Path, Tree, build, flatt
 
 _ARRAY_CODE = 1
 _SCALAR_CODE = 2
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def pack(value: Any) -> bytes:
@@ -97,6 +99,24 @@ def _holds(dtype: np.dtype[Any], low: int, high: int) -> bool:
 
 def _mismatch(leaf: Leaf, value: Any, detail: str = "") -> SpecMismatch:
     return SpecMismatch(f"{show_path(leaf.path)}: expected {leaf}, found {show_value(value)}{detail}")
+
+
+def fit_reward(reward: Any) -> float:
+    """A float that float32 can hold; None (dm_env) is 0.
+
+    Raises:
+      SpecMismatch: no number, or one that is too large.
+    """
+    if reward is None:
+        return 0.0
+    number = np.asarray(reward)
+    if number.shape != () or number.dtype.kind not in "biuf":
+        remedy = "; use reward.item()" if number.size == 1 else ""
+        raise SpecMismatch(f"reward: expected a number, found {show_value(reward)}{remedy}")
+    value = float(number)
+    if math.isfinite(value) and abs(value) > FLOAT32_MAX:
+        raise SpecMismatch(f"reward: expected a number that float32 can hold, found {value}")
+    return value
 
 
 def require_in_bounds(leaf: Leaf, array: Array) -> None:

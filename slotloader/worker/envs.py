@@ -1,4 +1,4 @@
-"""Where environments come from, and one calling convention for all of them."""
+"""Where environments come from: factories, what they are told, and seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from slotloader.arguments import require_count
-from slotloader.errors import SpecMismatch
 from slotloader.records.specs import show_value
 
 EnvFactory = Callable[..., Any]
@@ -148,95 +147,3 @@ def call_factory(factory: EnvFactory, context: EnvContext) -> Any:
         return factory()
     required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return factory(context) if len(required) == 1 else factory()
-
-
-class Env:
-    """One environment under one calling convention: gymnasium's, with what is optional filled in.
-
-    Attributes:
-      raw: what the factory returned.
-      observation_space, action_space: as declared, for the user.
-      is_async: `reset` and `step` are coroutine functions and must be awaited.
-    """
-
-    def __init__(self, raw: Any) -> None:
-        if raw is None:
-            raise TypeError("the factory returned None; expected an environment (is a `return` missing?)")
-        if not callable(getattr(raw, "step", None)) or not callable(getattr(raw, "reset", None)):
-            raise TypeError(f"the factory returned {show_value(raw)}; expected an object with reset and step")
-        if hasattr(raw, "single_observation_space"):
-            raise TypeError("the factory returned a vector environment; expected a single env, one per slot")
-        self.raw = raw
-        self.is_dm_env = not hasattr(raw, "observation_space") and callable(getattr(raw, "observation_spec", None))
-        if self.is_dm_env:
-            self.observation_space, self.action_space = raw.observation_spec(), raw.action_spec()
-        else:
-            for name in ("observation_space", "action_space"):
-                if not hasattr(raw, name):
-                    raise TypeError(f"{type(raw).__name__} has no {name}; expected a gymnasium or dm_env environment")
-            self.observation_space, self.action_space = raw.observation_space, raw.action_space
-        self.is_async = inspect.iscoroutinefunction(raw.step) or inspect.iscoroutinefunction(raw.reset)
-        self._reset_takes = _reset_parameters(raw)
-
-    def reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
-        """Starts an episode; the result goes through `read_reset`, after awaiting it for an async env."""
-        keywords: dict[str, Any] = {"seed": seed, "options": options}
-        if self._reset_takes is not None:
-            keywords = {name: value for name, value in keywords.items() if name in self._reset_takes}
-        elif options is None:
-            del keywords["options"]
-        return self.raw.reset(**keywords)
-
-    def read_reset(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """`(observation, info)` from what `reset` returned."""
-        if self.is_dm_env:
-            return result.observation, {}
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-            return result
-        raise SpecMismatch(f"reset(): expected (observation, info), found {show_value(result)}")
-
-    def read_step(self, result: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """`(observation, reward, terminated, truncated, info)` from what `step` returned."""
-        if self.is_dm_env:
-            ended = bool(result.last())
-            terminated = ended and result.discount == 0.0
-            return result.observation, result.reward, terminated, ended and not terminated, {}
-        if isinstance(result, tuple) and len(result) == 5:
-            return result
-        hint = "; this is the old gym API, wrap the env (shimmy.GymV21CompatibilityV0)" if _is_old_gym(result) else ""
-        raise SpecMismatch(
-            f"step(): expected (observation, reward, terminated, truncated, info), found {show_value(result)}{hint}"
-        )
-
-    def get_attr(self, name: str) -> Any:
-        """An attribute of the env, looking through wrappers."""
-        getter = getattr(self.raw, "get_wrapper_attr", None)
-        return getter(name) if callable(getter) else getattr(self.raw, name)
-
-    def set_attr(self, name: str, value: Any) -> None:
-        """Sets an attribute where it exists, else on the outermost env."""
-        setter = getattr(self.raw, "set_wrapper_attr", None)
-        if callable(setter):
-            setter(name, value)
-        else:
-            setattr(self.raw, name, value)
-
-    def close(self) -> Any:
-        """Closes the env if it can be closed."""
-        close = getattr(self.raw, "close", None)
-        return close() if callable(close) else None
-
-
-def _is_old_gym(result: Any) -> bool:
-    return isinstance(result, tuple) and len(result) == 4
-
-
-def _reset_parameters(raw: Any) -> set[str] | None:
-    """Names that `reset` accepts, or None for any keyword."""
-    try:
-        parameters = inspect.signature(raw.reset).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None if hasattr(raw, "observation_space") else set()
-    return {p.name for p in parameters}

@@ -23,7 +23,8 @@ from typing import Any
 from slotloader.messages import pickling
 from slotloader.messages.channel import Channel
 from slotloader.messages.reports import how_it_ended, shortened
-from slotloader.worker.envs import Env, EnvContext, EnvFactory, call_factory
+from slotloader.worker.envs import EnvContext, EnvFactory, call_factory
+from slotloader.worker.kinds import Env, env_of
 from slotloader.worker.processes import command, end_with
 
 _END_LIMIT = 2.0  # seconds that a child which has closed its env may take to end
@@ -91,7 +92,6 @@ class IsolatedEnv:
         except BaseException:
             self._end()
             raise
-        self.raw = self
 
     def _ask(self, verb: str, *arguments: Any, **keywords: Any) -> Any:
         try:
@@ -160,14 +160,14 @@ class _Server:
         return self._loop.run_until_complete(result)
 
     def build(self, factory: bytes, context: EnvContext) -> Any:
-        self._env = Env(call_factory(pickle.loads(factory), context))
+        self._env = env_of(call_factory(pickle.loads(factory), context))
         return self._env.observation_space, self._env.action_space
 
     def reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
         return self.env.read_reset(self._settled(self.env.reset(seed, options)))
 
     def step(self, action: Any) -> Any:
-        return self.env.read_step(self._settled(self.env.raw.step(action)))
+        return self.env.read_step(self._settled(self.env.step(action)))
 
     def get_attr(self, name: str) -> tuple[bool, Any]:
         value = self.env.get_attr(name)

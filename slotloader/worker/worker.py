@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 
 from slotloader.messages.reports import Answer, Built, Failed, failure_of
+from slotloader.table.orders import Orders
 from slotloader.table.publisher import Publisher
 from slotloader.table.signals import Signal
 from slotloader.table.slots import SlotState, Table
+from slotloader.table.writer import SlotWriter
 from slotloader.worker.envs import EnvFactory
-from slotloader.worker.runner import EnvOptions, EnvRunner, Tally
+from slotloader.worker.runner import EnvOptions, EnvRunner
 
-_STARTING, _ACTED, _WRITING = int(SlotState.STARTING), int(SlotState.ACTED), int(SlotState.WRITING)
+_STARTING, _ACTED = int(SlotState.STARTING), int(SlotState.ACTED)
 _IDLE_WAIT = 1.0
 _REST_WAIT = 0.005  # seconds between looks whether the lanes of a paused worker have come to rest
 
@@ -70,9 +72,9 @@ class Worker:
         self._next = 0  # where `serve_one` goes on
         self.position = {slot: at for at, slot in enumerate(config.slots)}  # in `runners`
 
-    def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
+    def _make_runner(self, at: int, life: int, spare: int = 0) -> EnvRunner:
         config, factory = self.config, self.config.factories[at]
-        runner = EnvRunner(config.slots[at], config.index, factory or _removed, config.options, life, spare, tally)
+        runner = EnvRunner(config.slots[at], config.index, factory or _removed, config.options, life, spare)
         runner.remark = self._report
         if factory is None:
             runner.retire()
@@ -107,8 +109,14 @@ class Worker:
         self._states = table.state_words
         self._look = _look_at(table, self.config.slots)
         publisher = Publisher(table, wake, fence)
+        check, self._orders = self.config.options.check, Orders(table, self.config.index)
+        writers = {
+            runner.slot: SlotWriter(table, runner.slot, publisher, runner.observation, runner.info, check)
+            for runner in self.runners
+            if not runner.removed
+        }
         for runner in self.everyone():
-            runner.attach(table, publisher)
+            runner.attach(table, writers[runner.slot])
 
     def start(self) -> None:
         """Begins the first resets; here they are the first of `reset_one`, so that no slot waits for all of them."""
@@ -151,9 +159,7 @@ class Worker:
                 try:
                     self.advance(runner)
                 except BaseException:  # Ctrl-C in the caller's thread: the action is still to be done
-                    if self._states[runner.slot] == _WRITING:
-                        self._states[runner.slot] = _ACTED
-                    self._table.resetting_words[runner.slot] = 0
+                    runner.put_back()
                     raise
                 return True
         return self.reset_one()
@@ -182,8 +188,7 @@ class Worker:
         return failure_of(self.config.index, runner.slot, runner.phase, step, error, self._in_process)
 
     def _fail(self, runner: EnvRunner, error: BaseException) -> None:
-        runner.failed = True
-        self._table.resetting_words[runner.slot] = 0
+        runner.fail()
         self._report(self._failure(runner, error))
 
     def run(self, signal: Signal, receive: Callable[[], Any]) -> None:
@@ -196,16 +201,16 @@ class Worker:
         self.start()
         table, index = self._table, self.config.index
         commands, stop = table.command_words, table.stop_words
-        paused, resting = table.paused_words, table.resting_words
+        paused = table.paused_words
         while True:
             if stop[index]:
                 return
             if commands[index]:
-                commands[index] = 0
+                self._orders.see_command()
                 self.obey(receive)
             if paused[index]:
                 if self.is_at_rest():
-                    resting[index] = paused[index]
+                    self._orders.rest(paused[index])
                     signal.wait(_IDLE_WAIT)
                 else:
                     signal.wait(_REST_WAIT)
@@ -415,9 +420,8 @@ class SpareWorker(ThreadedWorker):
         self._members: dict[int, list[EnvRunner]] = {}
         super().__init__(config, report, in_process)
 
-    def _make_runner(self, at: int, life: int, spare: int = 0, tally: Tally | None = None) -> EnvRunner:
-        tally = Tally()
-        members = [super(SpareWorker, self)._make_runner(at, life, n, tally) for n in range(self.config.options.spares + 1)]
+    def _make_runner(self, at: int, life: int, spare: int = 0) -> EnvRunner:
+        members = [super(SpareWorker, self)._make_runner(at, life, n) for n in range(self.config.options.spares + 1)]
         self._members[members[0].slot] = members
         return members[0]
 
@@ -481,15 +485,15 @@ class AsyncWorker(Worker):
         tasks = {loop.create_task(self._first_async(runner)) for runner in self.runners}
         table, index = self._table, self.config.index
         commands, stop = table.command_words, table.stop_words
-        paused, resting = table.paused_words, table.resting_words
+        paused = table.paused_words
         while not stop[index]:
             if commands[index]:
-                commands[index] = 0
+                self._orders.see_command()
                 while (message := receive()) is not None:
                     tasks.add(loop.create_task(self._carry_out_async(message)))
             acted = b""
             if paused[index]:
-                resting[index] = paused[index]
+                self._orders.rest(paused[index])
             else:
                 acted = self._look()
             for runner, state in zip(self.runners, acted, strict=False):

@@ -23,8 +23,9 @@ import numpy as np
 from dm_env import specs
 from gymnasium.spaces import Box, Discrete
 
+from slotloader.table.publisher import Publisher
 from slotloader.table.slots import SlotState
-from slotloader.worker import runner
+from slotloader.table.writer import SlotWriter
 
 PRELOAD = ["sick"]
 SLOT, LIFE, EPISODE, T, ACTION, SEED = range(6)  # columns of `Alive`'s observation
@@ -96,14 +97,15 @@ class DiesPublishing(Alive):
         if self.slot == 0 and self.life == 1 and self.t == self.at:
             point = self.point
 
-            def publish(publisher: runner.Publisher, slot: int) -> None:
+            def publish(publisher: Publisher, slot: int) -> None:
                 if point == "unposted":
                     publisher._state[slot] = int(SlotState.READY)
                 kill_nine()
 
-            runner.Publisher.publish = publish  # type: ignore[method-assign]
+            Publisher.publish = publish  # type: ignore[method-assign]
             if point == "before":
-                runner.EnvRunner._publish = lambda *words: kill_nine()  # type: ignore[method-assign]
+                SlotWriter.write_step = lambda writer, obs, *words: kill_nine(writer._write_observation(obs))  # type: ignore[method-assign,func-returns-value]
+                SlotWriter._write_first_words = lambda *words: kill_nine()  # type: ignore[method-assign]
         if self.slot == 0 and self.life == 2 and self.t == 3:
             kill_nine()
         return super()._obs(action)
@@ -256,7 +258,7 @@ def bus_error() -> None:
         memory[0]
 
 
-def kill_nine() -> None:
+def kill_nine(*_: Any) -> Any:
     """What the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
