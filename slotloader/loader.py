@@ -23,12 +23,13 @@ from slotloader.batching.exchange import Exchange, Status
 from slotloader.batching.former import Request
 from slotloader.batching.gatherer import Gatherer
 from slotloader.batching.receiver import Receiver
-from slotloader.batching.recording import Recording
+from slotloader.batching.recording import VideoRecording
 from slotloader.batching.source import BatchSource
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.fleet.local import InlineFleet, ThreadFleet
 from slotloader.fleet.supervision import Limits, OnFailure
 from slotloader.fleet.supervisor import Fleet
+from slotloader.messages.pickling import loaded
 from slotloader.records.spaces import column_of
 from slotloader.table.engine import PythonEngine
 from slotloader.table.layout import MAX_RECEIVERS, Layout
@@ -164,7 +165,6 @@ class SlotLoader(BatchSource[Batch]):
         max_workers = len(configs) + self.num_slots - len(factories)
         self.options, self._threads = options, worker_threads
         self._pauses = 0
-        self._vacant = set(range(len(factories), self.num_slots))  # slots that no env has been promised
         self.fleet = _make_fleet(
             backend, configs, self.limits, max_workers, preload, env_sources.preloads(factories), cpu_affinity
         )
@@ -189,6 +189,7 @@ class SlotLoader(BatchSource[Batch]):
                 seed=self.seed,
                 inline=backend == "inline",
                 debug=debug,
+                vacant=set(range(len(factories), self.num_slots)),
             )
             self._status = self._exchange.status
             self._receivers: list[Receiver] = []
@@ -197,6 +198,7 @@ class SlotLoader(BatchSource[Batch]):
             self.fleet.closing = True
             self.fleet.stop(time.monotonic() + CLOSE_TIMEOUT)
             raise
+        self._ended = False
         self._closing = threading.RLock()  # a signal handler may close while `close` runs
         self._finalizer = weakref.finalize(self, _stop_forgotten, self.fleet)
         _open_loaders.add(self)
@@ -292,8 +294,7 @@ class SlotLoader(BatchSource[Batch]):
         return self._load_spaces()[1]
 
     def _load_spaces(self) -> Any:
-        if hasattr(self._spaces, "load"):
-            self._spaces = self._spaces.load()
+        self._spaces = loaded(self._spaces)
         return self._spaces
 
     @property
@@ -309,7 +310,7 @@ class SlotLoader(BatchSource[Batch]):
         Args:
           name: a method, or an attribute to read; wrappers are looked through.
           args: positional arguments, pickled.
-          slots: which slots; default all.
+          slots: which slots; default all that have an env.
           timeout: seconds to wait for the answers; None waits as long as a step takes.
           kwargs: keyword arguments, pickled.
 
@@ -335,11 +336,15 @@ class SlotLoader(BatchSource[Batch]):
 
     def _checked_slots(self, slots: Sequence[int] | None) -> list[int]:
         if slots is None:
-            slots = range(self.num_slots)
+            alive = (self.table.state != SlotState.DEAD).nonzero()[0].tolist()
+            return [slot for slot in alive if slot not in self._exchange.vacant]
         chosen = [int(slot) for slot in ([slots] if isinstance(slots, (int, np.integer)) else slots)]
         wrong = [slot for slot in chosen if not 0 <= slot < self.num_slots]
         if wrong:
             raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, found {wrong[:8]}")
+        empty = [slot for slot in chosen if slot in self._exchange.vacant]
+        if empty:
+            raise ValueError(f"slots: expected slots that have an env, found {empty[:8]}")
         return chosen
 
     def _command(self, verb: str, slots: Sequence[int] | None, timeout: float | None, *args: Any) -> list[Any]:
@@ -369,7 +374,7 @@ class SlotLoader(BatchSource[Batch]):
         if self.backend == "inline":
             raise SlotLoaderError("add_envs: expected backend='process' or 'thread', found 'inline'")
         factories = env_sources.factories(envs, num_envs, env_kwargs)
-        free = sorted(slot for slot in self._vacant if self.table.state[slot] == SlotState.DEAD)
+        free = sorted(slot for slot in self._exchange.vacant if self.table.state[slot] == SlotState.DEAD)
         if len(free) < len(factories):
             raise ValueError(
                 f"add_envs: expected at most {len(free)} envs, found {len(factories)}; this loader has "
@@ -378,13 +383,13 @@ class SlotLoader(BatchSource[Batch]):
         slots = free[: len(factories)]
         for slot, factory in zip(slots, factories, strict=True):
             leases = next(receiver.leases for receiver in self._receivers if receiver.leases.owns(slot))
-            self._vacant.discard(slot)
+            self._exchange.vacant.discard(slot)
             leases.gain(slot)
             try:
                 self.fleet.hire(slot, factory, self.options, self._threads)
             except BaseException:
                 leases.lose([slot])
-                self._vacant.add(slot)
+                self._exchange.vacant.add(slot)
                 raise
         return slots
 
@@ -394,17 +399,23 @@ class SlotLoader(BatchSource[Batch]):
         Args:
           slots: which; their slots can be used by `add_envs` once those records have been answered.
           timeout: seconds to wait for the envs to end their steps; None waits as long as it takes.
-        """
-        chosen = self._checked_slots(slots)
-        gone = [slot for slot in chosen if slot in self._vacant]
-        if gone or len(set(chosen)) != len(chosen):
-            raise ValueError(f"remove_envs: expected slots that have an env, each once, found {gone or chosen}")
-        self.fleet.remove(chosen, timeout)
-        for receiver in self._receivers:
-            receiver.leases.lose(chosen)
-        self._vacant.update(chosen)
 
-    def record(
+        Raises:
+          TimeoutError: some are still in a step or a reset after `timeout` seconds. They are closed when it ends, and their
+            slots are free then; calling again waits for that.
+        """
+        self._status.require_open()
+        chosen = self._checked_slots(slots)
+        if len(set(chosen)) != len(chosen):
+            raise ValueError(f"remove_envs: expected slots that have an env, each once, found {chosen}")
+        try:
+            self.fleet.remove(chosen, timeout)
+        finally:
+            left = self.fleet.take_removed()
+            self._exchange.lose(left)
+            self._exchange.vacant.update(left)
+
+    def record_video(
         self,
         slot: int,
         path: str | PathLike[str],
@@ -413,10 +424,10 @@ class SlotLoader(BatchSource[Batch]):
         fps: float = 30,
         key: Any = None,
         render: bool | None = None,
-    ) -> Recording:
+    ) -> VideoRecording:
         """Makes a video of a slot from the records that are received from now on; the loop goes on meanwhile.
 
-            with loader.record(0, "slot0.mp4", episodes=1):
+            with loader.record_video(0, "slot0.mp4", episodes=1):
                 for batch in loader.steps(10_000):
                     batch.send(policy(batch.obs))
 
@@ -436,9 +447,17 @@ class SlotLoader(BatchSource[Batch]):
         """
         self._status.require_open()
         (chosen,) = self._checked_slots([slot])
-        recording = Recording(self, chosen, path, frames, episodes, fps, key, render)
-        self._exchange.recordings.append(recording)
+        running = self._exchange.recordings
+        recording = VideoRecording(
+            self.table, running, self.get_attr, self.call, chosen, path, frames, episodes, fps, key, render
+        )
+        running.append(recording)
         return recording
+
+    def record(self, *args: Any, **kwargs: Any) -> VideoRecording:
+        """The old name of `record_video`."""
+        warnings.warn("loader.record is now loader.record_video", DeprecationWarning, stacklevel=2)
+        return self.record_video(*args, **kwargs)
 
     def pause(self) -> None:
         """Has the workers begin no step and no reset; records that are ready or on their way can still be received."""
@@ -453,6 +472,7 @@ class SlotLoader(BatchSource[Batch]):
 
         Raises:
           TimeoutError: some still are after `timeout` seconds; the loader stays paused.
+          EnvFailed, WorkerDied: an env has failed; the loader stays paused, and can be drained again.
         """
         self.pause()
         if self.backend == "inline":  # nothing moves outside recv
@@ -462,10 +482,13 @@ class SlotLoader(BatchSource[Batch]):
         while True:
             busy = (table.state == SlotState.WRITING) | (table.resetting == 1) | (table.resting[table.owner] != self._pauses)
             moving = np.flatnonzero(busy & (table.state != SlotState.DEAD)).tolist()
+            moving = [slot for slot in moving if not any(leases.is_doomed(slot) for leases in self._exchange.leases)]
             if not moving:
                 return
             if self.closed:
                 raise LoaderClosed("the loader was closed while it was draining")
+            if self.fleet.events:
+                self._exchange.raise_events()  # what has failed will never come to rest
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"drain: slots {moving[:8]} are still stepping or resetting after {timeout:g} s")
             time.sleep(0.001)
@@ -528,9 +551,9 @@ class SlotLoader(BatchSource[Batch]):
         if receiver.retired or receiver.leases.current_meter().batches:
             raise SlotLoaderError("load_state_dict: expected a loader that has not received yet; call it first")
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
-        batch = receiver.recv(min_get=self.num_slots, timeout=None, stall_timeout=self.limits.start_timeout)
+        batch = receiver.recv(min_get=receiver.leases.alive, timeout=None, stall_timeout=self.limits.start_timeout)
         self.fleet.lives.update(lives)
-        self.fleet.command("begin_life", range(self.num_slots), lives, {})
+        self.fleet.command("begin_life", batch.env_indices.tolist(), lives, {})
         # Each env now takes its next action as the wish for its new first record, so any action will do.
         receiver.leases.pass_over(batch)
         receiver.leases.restart_meter()
@@ -549,10 +572,9 @@ class SlotLoader(BatchSource[Batch]):
     def close(self) -> None:
         """Stops and closes every env, within 5 s in all whatever they do; any number of times."""
         with self._closing:
-            if self.closed:
+            if self._ended:
                 return
             self._status.closed = True
-            self._finalizer.detach()
             self.fleet.closing = True
             for signal in self.fleet.signals[: len(self._receivers)]:
                 signal.post()
@@ -563,6 +585,8 @@ class SlotLoader(BatchSource[Batch]):
             self.fleet.stop(deadline)
             for recording in recordings:
                 recording.wait(max(0.0, deadline - time.monotonic()))
+            self._ended = True  # Ctrl-C before this leaves the rest to the next call, or to the end of the interpreter
+            self._finalizer.detach()
 
     def __enter__(self) -> SlotLoader:
         self._status.require_open()
@@ -593,6 +617,7 @@ def _leave_to_parent() -> None:
         loader._status.closed = True
         loader._status.why_closed = "this loader belongs to the process that this one was forked from; build one here"
         loader._finalizer.detach()
+        loader._ended = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slotloader.batching.actions import Scatterer
 from slotloader.batching.gatherer import Gatherer
-from slotloader.batching.recording import Recording
+from slotloader.batching.recording import VideoRecording
 from slotloader.errors import LoaderClosed
 from slotloader.fleet.supervision import Limits
 from slotloader.fleet.supervisor import Fleet
-from slotloader.messages.reports import error_from, summary
+from slotloader.messages.reports import Removed, error_from, summary
 from slotloader.records.specs import Array
 from slotloader.table.engine import Engine
 from slotloader.table.slots import Table
@@ -61,6 +61,7 @@ class Exchange:
       status: what has become of the loader.
       recordings: that are running.
       leases: one per receiver that is in use.
+      vacant: slots that no env has been promised.
     """
 
     table: Table
@@ -76,15 +77,25 @@ class Exchange:
     inline: bool
     debug: bool
     status: Status = field(default_factory=Status)
-    recordings: list[Recording] = field(default_factory=list)
+    recordings: list[VideoRecording] = field(default_factory=list)
     leases: list[Leases] = field(default_factory=list)
+    vacant: set[int] = field(default_factory=set)
+
+    def lose(self, slots: Sequence[int]) -> None:
+        """The envs of some slots have ended for good."""
+        for leases in self.leases:
+            leases.lose(slots)
 
     def raise_events(self) -> None:
         """Takes what has failed, marks the slots, and raises it; other slots go on."""
-        events = self.fleet.take_events()
+        events = []
+        for event in self.fleet.take_events():
+            self.lose(event.slots)
+            if isinstance(event, Removed):
+                self.vacant.update(event.slots)
+            else:
+                events.append(event)
         if not events:
             return
-        for leases in self.leases:
-            leases.lose([slot for event in events for slot in event.slots])
         self.status.last_failure = summary(events[-1])
         raise error_from(events)

@@ -1,11 +1,19 @@
-"""`backend="process"`: worker processes forked by the loader's private nursery."""
+"""`backend="process"`: worker processes forked by the loader's private nursery.
+
+One thread watches all sockets and never blocks in one; everybody else only appends to what it sends. What the phases of a
+worker process are and who moves them: docs/control_plane.md.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
+import itertools
 import os
+import pickle
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -19,11 +27,12 @@ from typing import Any
 import posix_ipc  # noqa: F401  where it does not exist this module must not import: the loader then says so
 
 from slotloader.errors import SlotLoaderError
+from slotloader.fleet.incarnations import Incarnation, Phase
 from slotloader.fleet.supervision import Limits
 from slotloader.fleet.supervisor import Fleet
 from slotloader.messages import pickling
-from slotloader.messages.channel import Channel
-from slotloader.messages.reports import Died
+from slotloader.messages.reports import Died, how_it_ended
+from slotloader.messages.stream import Stream
 from slotloader.table import slots
 from slotloader.table.layout import MAX_RECEIVERS, Layout
 from slotloader.table.signals import GuardedSignal, SemaphoreSignal, create_semaphore, sweep
@@ -36,6 +45,7 @@ _DESCRIPTORS_OF_FLEET = 12
 _WATCH_INTERVAL = 0.05  # seconds between looks for hung envs, only where a limit is set
 _REAP_LIMIT = 10.0  # seconds after SIGKILL until a worker counts as stuck in the kernel
 _MARK = "SLOTLOADER_NURSERY"  # environment variable of the nursery and of every process below it
+_WINDOW = 16  # processes that the nursery is asked for at a time: each costs a descriptor more until it has been forked
 _KILL_RESERVE = 1.0  # seconds of the close deadline that are kept for killing and reaping
 
 
@@ -106,7 +116,7 @@ def _kill_marked(mark: str) -> None:
 
 
 class ProcessFleet(Fleet):
-    """Worker processes, their nursery and the thread that listens to both.
+    """Worker processes, their nursery and the thread that watches both.
 
     Args:
       configs: one per worker.
@@ -130,17 +140,25 @@ class ProcessFleet(Fleet):
         self._payloads = dict(enumerate(pickle_factories(configs)))
         self._preload, self._helpful = list(preload), list(helpful)
         self._affinity = cpu_affinity
-        self._channels: dict[int, Channel] = {}
-        self._pids: dict[int, int] = {}
-        self._stacks: dict[int, str] = {}
+        self._serials = itertools.count(1)
+        self._current: dict[int, Incarnation] = {}  # by worker; under the lock
+        self._by_serial: dict[int, Incarnation] = {}  # those that the nursery may speak of; only the watching thread
+        self._queue: collections.deque[Incarnation] = collections.deque()  # to be started
+        self._asked: set[int] = set()  # serials that the nursery has been asked to fork and has not answered for
+        # Whose stream has something new to send; None is the nursery's.
+        self._unsent: collections.deque[Incarnation | None] = collections.deque()
         self._ready = False
         self._region = -1
         self._suspects: dict[int, int] = {}  # overdue slots of the last look, with their begin times
-        self._start_by: dict[int, float] = {}  # respawned workers that are building, with their limit
-        self._condemned: dict[int, tuple[str, float]] = {}  # workers being killed for a hang: why, and since when
         self._failed_preloads: dict[str, str] = {}
         self._nursery: subprocess.Popen[bytes] | None = None
+        self._watcher: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
+        self._waking, self._woken = socket.socketpair()
+        for end in (self._waking, self._woken):
+            end.setblocking(False)
+
+    # What any thread does.
 
     def launch(self) -> None:
         """See `Fleet.launch`."""
@@ -157,20 +175,17 @@ class ProcessFleet(Fleet):
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is the trainer's alone
             )
-        self._control = Channel(ours)
-        self._selector.register(ours, selectors.EVENT_READ, None)
+        self._control = Stream(ours)
         self._semaphores: list[Any] = []
         try:
             self._create_semaphores()
-            self._control.send(("setup", import_path(), self._helpful + self._preload, [s.name for s in self._semaphores]))
+            names = [semaphore.name for semaphore in self._semaphores]
+            self._tell("setup", import_path(), self._helpful + self._preload, names)
             for config in self.configs:
-                self._spawn(config)
+                self._order(config.index)
             self._watcher = threading.Thread(target=self._watch, name="slotloader-watch", daemon=True)
             self._watcher.start()
             self._wait_ready()
-        except EOFError as error:
-            status = self._nursery.poll()
-            raise SlotLoaderError(f"the nursery process ended while it started, status {status}") from error
         finally:
             for semaphore in self._semaphores:
                 semaphore.unlink()
@@ -191,21 +206,6 @@ class ProcessFleet(Fleet):
         self.signals = [GuardedSignal(semaphore) for semaphore in self._semaphores[: ends[0]]]
         self._wake = [SemaphoreSignal(semaphore) for semaphore in self._semaphores[ends[0] : ends[1]]]
 
-    def _spawn(self, config: WorkerConfig) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._control.send(("spawn", config.index), (theirs.fileno(),))
-            except EOFError:
-                ours.close()
-                raise
-        channel = Channel(ours)
-        affinity = [self._affinity[config.index % len(self._affinity)]] if self._affinity else None
-        lives = [self.lives[slot] for slot in config.slots]
-        self._channels[config.index] = channel
-        self._selector.register(ours, selectors.EVENT_READ, config.index)
-        channel.send((config.slots, config.index, self._payloads[config.index], affinity, lives))
-
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + self.limits.start_timeout
         with self._changed:
@@ -216,6 +216,32 @@ class ProcessFleet(Fleet):
                 raise SlotLoaderError(
                     f"preload: expected modules that can be imported, found {module!r}:\n{self._failed_preloads[module]}"
                 )
+
+    def _order(self, index: int, limit: float | None = None) -> None:
+        """Has the watching thread start a process for a worker."""
+        with self._changed:
+            incarnation = Incarnation(next(self._serials), index)
+            incarnation.limit = limit
+            self._current[index] = incarnation
+            self._queue.append(incarnation)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        """Has the watching thread look; more nudges than it can take are one."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waking.send(b"!")
+
+    def _tell(self, *message: Any) -> None:
+        """Sends a message to the nursery."""
+        self._control.put(pickle.dumps(message))
+        self._unsent.append(None)
+        self._nudge()
+
+    def _put(self, incarnation: Incarnation, payload: bytes, fds: tuple[int, ...] = (), begun: Any = None) -> None:
+        with self._changed:
+            incarnation.put(payload, fds, begun)
+        self._unsent.append(incarnation)
+        self._nudge()
 
     def attach(self, layout: Layout) -> slots.Table:
         """See `Fleet.attach`."""
@@ -228,65 +254,50 @@ class ProcessFleet(Fleet):
         self._region = fd  # kept for workers that start later
         with self._changed:
             self.prepared(table)
-            for worker in self._channels:
+            for worker in list(self._current):
                 self.readmit(worker)
         return table
 
     def readmit(self, worker: int) -> None:
         """See `Fleet.readmit`."""
-        self._start_by.pop(worker, None)
-        with contextlib.suppress(EOFError):  # a worker that died meanwhile is reported by the nursery
-            self._channels[worker].send((self.table.layout,), (self._region,))
+        with self._changed:
+            incarnation = self._current[worker]
+            if incarnation.phase in (Phase.STARTING, Phase.BUILDING):
+                incarnation.enter(Phase.SERVING)
+                incarnation.limit = None
+                self._put(incarnation, pickle.dumps(("region",)), (self._region,))
 
     def starting(self) -> set[int]:
         """See `Fleet.starting`."""
-        return set(self._start_by)
-
-    def expect_start(self, worker: int, expected: bool) -> None:
-        """See `Fleet.expect_start`."""
-        self._start_by.pop(worker, None)
-        if expected:
-            self._start_by[worker] = time.monotonic() + self.limits.start_timeout
+        with self._changed:
+            fresh = {index for index, current in self._current.items() if current.phase < Phase.SERVING}
+            return fresh | {worker for worker, _, _ in self.rebuilds.values()}
 
     def turn_away(self, worker: int) -> None:
         """See `Fleet.turn_away`; the worker waits for the region, and the end of the socket ends it."""
-        with contextlib.suppress(OSError):
-            self._channels[worker].socket.shutdown(socket.SHUT_WR)
+        stream = self._current[worker].stream
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.socket.shutdown(socket.SHUT_WR)
 
     def respawn(self, worker: int) -> None:
         """See `Fleet.respawn`."""
-        config = self.configs[worker]
-        self._drop_channel(worker)
         self._gone.discard(worker)
-        with contextlib.suppress(EOFError):  # the nursery has ended, which is reported by itself
-            self._spawn(config)
-        self._start_by[worker] = time.monotonic() + self.limits.start_timeout
-
-    def _drop_channel(self, worker: int) -> None:
-        channel = self._channels.pop(worker, None)
-        if channel is not None:
-            self._forget(channel.socket)  # before its number can be given to another socket
-            channel.close()
+        self._order(worker, self.limits.start_timeout)
 
     def start_worker(self, config: WorkerConfig) -> None:
         """See `Fleet.start_worker`."""
         (self._payloads[config.index],) = pickle_factories([config])
-        self._drop_channel(config.index)
-        self._start_by[config.index] = time.monotonic() + self.limits.start_timeout
-        try:
-            self._spawn(config)
-        except EOFError:
+        if self._nursery is None or self._nursery.poll() is not None:
             self._gone.add(config.index)
             raise SlotLoaderError(
                 "add_envs: the loader's nursery process has ended, so nothing can be started; build a new SlotLoader"
-            ) from None
+            )
+        self._order(config.index, self.limits.start_timeout)
 
-    def remove(self, slots: Sequence[int], timeout: float | None) -> None:
-        """See `Fleet.remove`; a worker that dies later must not build these envs again."""
-        super().remove(slots, timeout)
-        for index in {int(self.table.owner[slot]) for slot in slots}:
-            if self.slots_of(index):
-                self._payloads[index] = pickling.dumps(self.configs[index])
+    def config_changed(self, worker: int) -> None:
+        """See `Fleet.config_changed`."""
+        self._payloads[worker] = pickling.dumps(self.configs[worker])
 
     def wakers(self) -> list[Callable[[], None]]:
         """See `Fleet.wakers`."""
@@ -294,31 +305,32 @@ class ProcessFleet(Fleet):
 
     def send_command(self, worker: int, message: tuple[Any, ...]) -> None:
         """See `Fleet.send_command`. The message goes first, so that whoever sees the word finds it."""
-        channel = self._channels.get(worker)
-        if channel is None:
-            return  # it is being replaced, which answers the ticket
-        try:
-            channel.send(message)
-        except EOFError:
-            return  # its death is on the way
-        self.table.command_words[worker] = 1
-        self._wake[worker].post()
+        ticket, verb, own, *args = message
+        payload = pickle.dumps((ticket, verb, own, pickling.quick_dumps(tuple(args))))
+
+        def begun() -> None:
+            self.table.command_words[worker] = 1
+            self._wake[worker].post()
+
+        with self._changed:
+            incarnation = self._current.get(worker)
+            if incarnation is not None and not incarnation.gone:  # else its death is told, which answers the ticket
+                self._put(incarnation, payload, (), begun)
 
     def stack_of(self, worker: int) -> str:
         """See `Fleet.stack_of`; the worker's faulthandler writes it, also when it is stuck in C code."""
         with self._changed:
-            self._stacks.pop(worker, None)
-            try:
-                self._control.send(("stack", worker))
-            except EOFError:
-                return ""
-            self._changed.wait_for(lambda: worker in self._stacks, 2.0)
-            return self._stacks.get(worker, "")
+            incarnation = self._current[worker]
+            incarnation.stack = None
+            self._tell("stack", incarnation.serial)
+            self._changed.wait_for(lambda: incarnation.stack is not None, 2.0)
+            return incarnation.stack or ""
 
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each worker by its index."""
-        return dict(self._pids)
+        with self._changed:
+            return {index: current.pid for index, current in self._current.items() if current.pid and not current.gone}
 
     # The watching thread: turns what arrives into reports.
 
@@ -327,58 +339,165 @@ class ProcessFleet(Fleet):
             self._listen()
         except Exception as error:  # a mistake of ours must not leave everybody waiting for ever
             why = f"the thread that watches the workers has failed: {type(error).__name__}: {error}"
-            for worker in self._channels:
-                self.deliver(Died(worker, self.slots_of(worker), self._pids.get(worker, 0), 1, why, note="nothing is watched"))
+            for worker, incarnation in list(self._current.items()):
+                self.deliver(Died(worker, self.slots_of(worker), incarnation.pid, 1, why, note="nothing is watched"))
             raise
 
     def _listen(self) -> None:
         limits = self.limits
         watches = limits.step_timeout is not None or limits.reset_timeout is not None
+        self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._control.socket, selectors.EVENT_READ, None)
         while True:
-            pause = _WATCH_INTERVAL if watches or self._start_by or self._condemned else None
-            for key, _ in self._selector.select(pause):
-                try:
-                    if key.data is None:
-                        message, _ = self._control.receive()
-                        self._from_nursery(*message)
-                    else:
-                        message, _ = self._channels[key.data].receive()
-                        self.deliver(message)
-                except EOFError:
-                    self._forget(key.fileobj)
-                    if key.data is None:
+            self._start_queued()
+            if not self._flush_unsent():
+                self._nursery_gone()
+                return
+            pause = _WATCH_INTERVAL if watches or self._has_limits() else None
+            for key, events in self._selector.select(pause):
+                if key.data is self._woken:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                elif key.data is None:
+                    if not self._serve_nursery(events):
                         self._nursery_gone()
                         return
-            if pause is not None and self.running and not self.closing:
+                else:
+                    self._serve_worker(key.data, events)
+            if pause is not None and not self.closing:
                 self._condemn_hung()
+
+    def _has_limits(self) -> bool:
+        return bool(self.rebuilds) or any(
+            incarnation.limit is not None or incarnation.phase is Phase.CONDEMNED for incarnation in self._by_serial.values()
+        )
+
+    def _start_queued(self) -> None:
+        """Asks the nursery for the next processes, a window of them at a time."""
+        while self._queue and len(self._asked) < _WINDOW:
+            with self._changed:
+                incarnation = self._queue.popleft()
+                index = incarnation.index
+                if self.closing:
+                    incarnation.enter(Phase.GONE)
+                    self._gone.add(index)
+                    self._changed.notify_all()
+                    continue
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                with self._changed:
+                    incarnation.enter(Phase.GONE)
+                note = f"it could not be {'re' if self.running else ''}started: {error}"
+                self.deliver(Died(index, self.slots_of(index), 0, 1, f"worker {index} has no process", note=note))
+                continue
+            affinity = [self._affinity[index % len(self._affinity)]] if self._affinity else None
+            config = self.configs[index]
+            lives = [self.lives[slot] for slot in config.slots]
+            first = pickle.dumps((config.slots, index, self._payloads[index], affinity, lives))
+            with self._changed:
+                incarnation.connect(Stream(ours), first)
+                incarnation.enter(Phase.STARTING)
+                if incarnation.limit is not None:
+                    incarnation.limit += time.monotonic()
+            self._by_serial[incarnation.serial] = incarnation
+            self._asked.add(incarnation.serial)
+            self._selector.register(ours, selectors.EVENT_READ, incarnation)
+            self._unsent.append(incarnation)
+            self._control.put(pickle.dumps(("spawn", incarnation.serial)), (theirs.fileno(),), theirs.close)
+            self._unsent.append(None)
+
+    def _flush_unsent(self) -> bool:
+        """Sends what has been put; False if the nursery is gone."""
+        while self._unsent:
+            incarnation = self._unsent.popleft()
+            if incarnation is None:
+                try:
+                    self._control.flush()
+                except EOFError:
+                    return False
+                self._listen_for(self._control, None)
+            elif incarnation.stream is not None and not incarnation.gone:
+                with contextlib.suppress(EOFError):  # its death is on the way
+                    incarnation.stream.flush()
+                self._listen_for(incarnation.stream, incarnation)
+        return True
+
+    def _listen_for(self, stream: Stream, data: Incarnation | None) -> None:
+        """Has the selector say when the rest can be sent, if there is any."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.has_output() else 0)
+        with contextlib.suppress(KeyError, ValueError):  # it is no longer listened to
+            if self._selector.get_key(stream.socket).events != wanted:
+                self._selector.modify(stream.socket, wanted, data)
+
+    def _serve_nursery(self, events: int) -> bool:
+        if events & selectors.EVENT_WRITE:
+            self._unsent.append(None)
+        try:
+            for payload, _ in self._control.receive():
+                self._from_nursery(*pickle.loads(payload))
+        except EOFError:
+            return False
+        return True
+
+    def _serve_worker(self, incarnation: Incarnation, events: int) -> None:
+        """Reads what a worker says. Whatever is wrong with that concerns this worker only."""
+        if incarnation.gone or incarnation.stream is None:
+            return  # its last words have been read; the selector had it in the events of this round
+        if events & selectors.EVENT_WRITE:
+            self._unsent.append(incarnation)
+        try:
+            for payload, _ in incarnation.stream.receive():
+                self.deliver(pickle.loads(payload))
+        except EOFError:
+            self._forget(incarnation)
+        except Exception as error:
+            self._forget(incarnation)
+            self._condemn(incarnation, f"the worker sent what cannot be read ({type(error).__name__}: {error})")
+
+    def _forget(self, incarnation: Incarnation) -> None:
+        """Stops listening to a worker's socket."""
+        if incarnation.stream is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(incarnation.stream.socket)
+
+    def _condemn(self, incarnation: Incarnation, why: str) -> None:
+        with self._changed:
+            if incarnation.phase not in (Phase.STARTING, Phase.BUILDING, Phase.SERVING):
+                return
+            incarnation.enter(Phase.CONDEMNED)
+            incarnation.why, incarnation.since = why, time.monotonic()
+        self._tell("condemn", incarnation.serial)
 
     def _condemn_hung(self) -> None:
         """Has the nursery kill workers that exceed a limit; what follows is a death like any other."""
         now = time.monotonic()
-        # Believed only when seen twice: without a fence a look may pair a new state with an old time (ARM).
-        overdue = dict(self.overdue())
-        begun = {slot: int(self.table.begin_ns[slot]) for slot in overdue}
-        hung = {
-            int(self.table.owner[slot]): text
-            for slot, text in reversed(overdue.items())
-            if self._suspects.get(slot) == begun[slot]
-        }
-        self._suspects = begun
-        for worker, limit in self._start_by.items():
-            if now > limit:
-                hung[worker] = f"the env factory has run for longer than start_timeout={self.limits.start_timeout:g} s"
+        hung: dict[int, str] = {}
+        if self.running:
+            # Believed only when seen twice: without a fence a look may pair a new state with an old time (ARM).
+            overdue = dict(self.overdue())
+            begun = {slot: int(self.table.begin_ns[slot]) for slot in overdue}
+            for slot, text in reversed(overdue.items()):
+                if self._suspects.get(slot) == begun[slot]:
+                    hung[int(self.table.owner[slot])] = text
+            self._suspects = begun
+        late = f"the env factory has run for longer than start_timeout={self.limits.start_timeout:g} s"
+        hung.update((worker, late) for worker in self.late_rebuilds(now))
+        for incarnation in list(self._by_serial.values()):
+            if incarnation.limit is not None and now > incarnation.limit and incarnation.phase < Phase.SERVING:
+                self._condemn(incarnation, late)
+            elif incarnation.phase is Phase.CONDEMNED:
+                self._press(incarnation, now)
         for worker, text in hung.items():
-            if worker not in self._condemned and worker not in self._gone:
-                self._condemned[worker] = (text, now)
-                with contextlib.suppress(EOFError):
-                    self._control.send(("condemn", worker))
-        for worker, (text, since) in list(self._condemned.items()):
-            if now - since > _REAP_LIMIT / 2 and worker in self._pids:
-                self._kill_by_hand(self._pids[worker])
-            if now - since > _REAP_LIMIT and worker not in self._gone:
-                del self._condemned[worker]
-                note = "it could not be reaped, so its slots are dead for good"
-                self.deliver(Died(worker, self.slots_of(worker), self._pids.get(worker, 0), -signal.SIGKILL, text, note))
+            self._condemn(self._current[worker], text)
+
+    def _press(self, incarnation: Incarnation, now: float) -> None:
+        """Sees to it that a condemned process ends, or that its slots are given up."""
+        if now - incarnation.since > _REAP_LIMIT / 2 and incarnation.pid:
+            self._kill_by_hand(incarnation.pid)
+        if now - incarnation.since > _REAP_LIMIT:
+            note = "it could not be reaped, so its slots are dead for good"
+            self._end(incarnation, -signal.SIGKILL, incarnation.why, note)
 
     @staticmethod
     def _kill_by_hand(pid: int) -> None:
@@ -388,82 +507,112 @@ class ProcessFleet(Fleet):
                 kill(pid, signal.SIGKILL)
 
     def _from_nursery(self, kind: str, *args: Any) -> None:
-        if kind == "unspawned":
-            worker, text = args
-            self._start_by.pop(worker, None)
-            why = f"the worker could not be started: {text}"
-            self.deliver(Died(worker, self.slots_of(worker), 0, 1, why))
+        if kind == "ready":
+            with self._changed:
+                self._ready, self._failed_preloads = True, args[0]
+                self._changed.notify_all()
             return
-        if kind == "exit":
-            worker, pid, exitcode = args
-            self._pids.pop(worker, None)
-            if worker in self._gone:
-                return  # reaped at last: its slots have been given up for good
-            self._drain(worker)
-            self._start_by.pop(worker, None)
-            why, _ = self._condemned.pop(worker, ("", 0.0))
+        incarnation = self._by_serial.get(args[0])
+        if incarnation is None:
+            return  # it was given up for good, and has been reaped at last
+        if kind == "spawned":
+            self._asked.discard(incarnation.serial)
+            with self._changed:
+                incarnation.pid = args[1]
+                if incarnation.phase is Phase.STARTING:
+                    incarnation.enter(Phase.BUILDING)
+                self._changed.notify_all()
+        elif kind == "unspawned":
+            self._end(incarnation, 1, f"the worker could not be started: {args[1]}")
+        elif kind == "stack":
+            with self._changed:
+                incarnation.stack = args[1]
+                self._changed.notify_all()
+        elif kind == "exit":
+            why = incarnation.why
             if why:
-                why += f"; the worker was killed. Its stack was:\n{self._stacks.pop(worker, '') or '(not available)'}"
-            self.deliver(Died(worker, self.slots_of(worker), pid, exitcode, why))
-            return
+                why += f"; the worker was killed. Its stack was:\n{incarnation.stack or '(not available)'}"
+            self._end(incarnation, args[2], why)
+
+    def _end(self, incarnation: Incarnation, exitcode: int, why: str = "", note: str = "") -> None:
+        """An incarnation has ended: its last words are read, then its death is told, once."""
+        self._asked.discard(incarnation.serial)
+        del self._by_serial[incarnation.serial]
+        self._read_rest(incarnation)
         with self._changed:
-            if kind == "ready":
-                self._ready = True
-                self._failed_preloads = args[0]
-            elif kind == "spawned":
-                self._pids[args[0]] = args[1]
-            elif kind == "stack":
-                self._stacks[args[0]] = args[1]
-            self._changed.notify_all()
+            incarnation.enter(Phase.GONE)
+        self._forget(incarnation)
+        if incarnation.stream is not None:
+            incarnation.stream.close()
+        if self._current.get(incarnation.index) is incarnation:
+            index = incarnation.index
+            self.deliver(Died(index, self.slots_of(index), incarnation.pid, exitcode, why, note))
 
-    def _drain(self, worker: int) -> None:
-        """Reads what a dead worker still said, so that its own words come before its death."""
-        channel = self._channels[worker]
-        with contextlib.suppress(EOFError):
+    def _read_rest(self, incarnation: Incarnation, until: float = 0.0) -> None:
+        """Reads what a process still said, so that its own words come before its death.
+
+        Args:
+          incarnation: whose.
+          until: monotonic time until which its end of the socket is awaited: once it is closed it can write no more.
+        """
+        if incarnation.stream is None:
+            return
+        with contextlib.suppress(Exception):
             while True:
-                self.deliver(channel.receive()[0])
-        self._forget(channel.socket)
-
-    def _forget(self, sock: Any) -> None:
-        """Stops listening to a socket; `select` may still have it in the events of this round."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
+                for payload, _ in incarnation.stream.receive():
+                    self.deliver(pickle.loads(payload))
+                left = until - time.monotonic()
+                if left <= 0:
+                    return
+                select.select([incarnation.stream.socket], [], [], min(left, 0.25))
 
     def _nursery_gone(self) -> None:
         """Without a nursery nobody reaps or restarts: the workers die with it, their children are killed from here."""
-        for pid in self._pids.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        left = list(self._by_serial.values())
+        for incarnation in left:
+            if incarnation.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(incarnation.pid, signal.SIGKILL)
         _kill_marked(self._mark)  # helpers of envs in sessions of their own, and workers whose number it had not told yet
-        for worker in [config.index for config in self.configs if config.index not in self._gone]:
-            if worker in self._channels:
-                self._channels[worker].socket.settimeout(2.0)
-                self._drain(worker)  # until its end of the socket is closed: only then can it write no more
-            pid = self._pids.pop(worker, 0)
-            if pid:
+        status = self._nursery.wait() if self._nursery else 1
+        until = time.monotonic() + 2.0
+        for incarnation in left:
+            self._read_rest(incarnation, until)
+            if incarnation.pid:
                 note = "the loader's nursery process has ended, so nothing can be restarted"
-                self.deliver(Died(worker, self.slots_of(worker), pid, -signal.SIGKILL, note=note))
+                self._end(incarnation, -signal.SIGKILL, note=note)
             else:  # it was about to be started
-                status = self._nursery.wait() if self._nursery else "?"
-                why = f"the loader's nursery process ended with status {status}; see stderr"
-                self.deliver(Died(worker, self.slots_of(worker), 0, 1, why, note="nothing can be started without it"))
+                why = f"the loader's nursery process ended: it {how_it_ended(status)}; see stderr"
+                self._end(incarnation, 1, why, "nothing can be started without it")
+        while self._queue:
+            incarnation = self._queue.popleft()
+            with self._changed:
+                incarnation.enter(Phase.GONE)
+            index = incarnation.index
+            why = f"the loader's nursery process ended: it {how_it_ended(status)}; see stderr"
+            self.deliver(Died(index, self.slots_of(index), 0, 1, why, "nothing can be started without it"))
+
+    # The end. Every step may be taken again: Ctrl-C in the middle leaves the rest to the next `close`.
 
     def stop(self, deadline: float) -> None:
         """See `Fleet.stop`."""
         if self._nursery is None:
+            self._close_sockets()
             return
         if self.running:
             for index, wake in enumerate(self._wake):
                 self.table.stop_words[index] = 1
                 wake.post()
-        for channel in self._channels.values():
-            with contextlib.suppress(OSError):
-                channel.socket.shutdown(socket.SHUT_WR)  # ends a worker that waits for a message
+        self._nudge()
+        for incarnation in list(self._current.values()):
+            if incarnation.stream is not None:
+                with contextlib.suppress(OSError):
+                    incarnation.stream.socket.shutdown(socket.SHUT_WR)  # ends a worker that waits for a message
         self._wait_gone(deadline - _KILL_RESERVE)
-        left = [index for index in self._channels if index not in self._gone]
+        with self._changed:
+            left = [incarnation.serial for incarnation in self._current.values() if not incarnation.gone]
         if left:
-            with contextlib.suppress(EOFError):
-                self._control.send(("kill", left))
+            self._tell("kill", left)
             self._wait_gone(deadline - _KILL_RESERVE / 2)
         with contextlib.suppress(OSError):
             self._control.socket.shutdown(socket.SHUT_RDWR)  # the nursery kills what is left and ends
@@ -472,16 +621,25 @@ class ProcessFleet(Fleet):
         except subprocess.TimeoutExpired:
             self._nursery.kill()
             self._nursery.wait()
-        if hasattr(self, "_watcher"):
+        if self._watcher is not None and self._watcher.ident is not None:
             self._watcher.join(1.0)
-        self._control.close()
-        for channel in self._channels.values():
-            channel.close()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if self._nursery is not None:
+            self._control.close()
+        for incarnation in list(self._current.values()):
+            if incarnation.stream is not None:
+                incarnation.stream.close()
         self._selector.close()
-        if self._region >= 0:
-            os.close(self._region)
-            self._region = -1
+        self._waking.close()
+        self._woken.close()
+        region, self._region = self._region, -1
+        if region >= 0:
+            os.close(region)
 
     def _wait_gone(self, until: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._gone.issuperset(self._channels), max(0.0, until - time.monotonic()))
+            self._changed.wait_for(
+                lambda: all(incarnation.gone for incarnation in self._current.values()), max(0.0, until - time.monotonic())
+            )

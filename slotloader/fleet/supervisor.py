@@ -17,7 +17,8 @@ import numpy as np
 
 from slotloader.errors import LoaderClosed, SlotLoaderError, SpecMismatch, WorkerDied
 from slotloader.fleet.supervision import Limits, RestartPolicy
-from slotloader.messages.reports import Answer, Built, Died, Event, Failed, Remark, error_from, summary
+from slotloader.messages.pickling import loaded
+from slotloader.messages.reports import Answer, Built, Died, Event, Failed, Remark, Removed, error_from, summary
 from slotloader.records.specs import Tree, differences, show_tree
 from slotloader.table.layout import Layout
 from slotloader.table.signals import Signal
@@ -46,7 +47,8 @@ class Fleet:
     Reports of workers arrive through `deliver`, in any thread. `events` is what the receivers have not yet looked at.
 
     Attributes:
-      events: failures and deaths that are to be raised, oldest first; appended by the watching thread, taken by a receiver.
+      events: failures and deaths that are to be raised, and envs that have been removed, oldest first;
+        appended by the watching thread, taken by a receiver.
       cuts: episodes that a failure may have cut, by slot; added by the watching thread, taken by a receiver.
       lives: the life that each slot is in or about to begin.
       restarts: lives begun after failures, over all slots.
@@ -70,12 +72,15 @@ class Fleet:
         self.cuts: dict[int, list[Cut]] = {}
         self.running = False
         self.restarts = 0
-        self.events: collections.deque[Event] = collections.deque()
+        self.events: collections.deque[Event | Removed] = collections.deque()
         self.closing = False
         self._built: dict[int, Built] = {}
         self._answers: dict[int, Answer | None] = {}  # by ticket; None: its worker died first
         self._pending: dict[int, int] = {}  # tickets that somebody waits for -> worker
-        self._rebuilding: set[int] = set()  # tickets of rebuilds that nobody waits for
+        # Rebuilds that nobody waits for, by ticket, in the order in which their worker does them: worker, slots, and by when
+        # (monotonic) the one that is being done must have ended.
+        self.rebuilds: dict[int, tuple[int, tuple[int, ...], float]] = {}
+        self._removals: dict[int, tuple[int, tuple[int, ...]]] = {}  # tickets of removals that are not done: worker, slots
         self._tickets = itertools.count(1)
         self._gone: set[int] = set()  # workers that have ended
         self._topics: set[str] = set()  # of remarks that have been logged
@@ -144,24 +149,51 @@ class Fleet:
     def _take_answer(self, answer: Answer) -> None:
         if answer.ticket in self._pending:
             self._answers[answer.ticket] = answer
-        elif answer.ticket in self._rebuilding:
-            self._rebuilding.discard(answer.ticket)
-            self.expect_start(answer.worker, False)
+        elif answer.ticket in self._removals:
+            self._have_left(*self._removals.pop(answer.ticket))
+        elif answer.ticket in self.rebuilds:
+            del self.rebuilds[answer.ticket]
+            self._next_rebuild_begins(answer.worker)
             if answer.failure is not None:
                 self._take_failure(answer.failure)
+
+    def _next_rebuild_begins(self, worker: int) -> None:
+        """A worker does one rebuild after the other, so the limit of the next counts from now."""
+        for ticket, (index, slots, _) in self.rebuilds.items():
+            if index == worker:
+                self.rebuilds[ticket] = (index, slots, time.monotonic() + self.limits.start_timeout)
+                return
+
+    def late_rebuilds(self, now: float) -> set[int]:
+        """Workers whose rebuild has exceeded `start_timeout`; `now` is monotonic."""
+        with self._changed:
+            first: dict[int, float] = {}
+            for worker, _, limit in self.rebuilds.values():
+                first.setdefault(worker, limit)
+            return {worker for worker, limit in first.items() if now > limit}
 
     def _take_failure(self, event: Event) -> None:
         """Restarts what may be restarted; the rest becomes an event for the next `recv`. Holds the lock."""
         if isinstance(event, Died):
             self._gone.add(event.worker)
+            self.rebuilds = {ticket: build for ticket, build in self.rebuilds.items() if build[0] != event.worker}
             for ticket, worker in self._pending.items():
                 if worker == event.worker and ticket not in self._answers:
                     self._answers[ticket] = None
+            for ticket, (worker, own) in list(self._removals.items()):
+                if worker == event.worker:  # its envs have gone with it
+                    del self._removals[ticket]
+                    self._have_left(worker, own)
         if isinstance(event, Died) and event.worker in self._dismissed:
             self._release_worker(event.worker)
             return
         if self.closing:
             return
+        if self.running:
+            kept = tuple(slot for slot in event.slots if slot in self.slots_of(event.worker))
+            if not kept:
+                return  # all of them have been removed
+            event = dataclasses.replace(event, slots=kept)
         refusal: str | None = ""
         if self.running and not event.note:
             # A record that breaks its spaces is a mistake, however long the env has worked.
@@ -193,8 +225,7 @@ class Fleet:
             log.info("traceback in the worker:\n%s", event.traceback)
         if isinstance(event, Failed):
             ticket = next(self._tickets)
-            self._rebuilding.add(ticket)
-            self.expect_start(event.worker, True)
+            self.rebuilds[ticket] = (event.worker, event.slots, time.monotonic() + limits.start_timeout)
             self.send_command(event.worker, (ticket, "rebuild", list(event.slots), lives))
             return
         try:
@@ -242,7 +273,9 @@ class Fleet:
         """Starts a worker for one more env; its failures come as events."""
         with self._changed:
             # A worker that has just been dismissed is still ending.
-            self._changed.wait_for(lambda: self._free_workers or len(self.configs) < self.max_workers, _ENDING_LIMIT)
+            self._changed.wait_for(
+                lambda: self._free_workers or len(self.configs) < self.max_workers or not self._dismissed, _ENDING_LIMIT
+            )
             if self._free_workers:
                 index = self._free_workers.pop()
                 self._gone.discard(index)
@@ -262,19 +295,64 @@ class Fleet:
         raise NotImplementedError
 
     def remove(self, slots: Sequence[int], timeout: float | None) -> None:
-        """Closes the envs of `slots` between two of their steps; a worker without envs ends."""
-        ended = self._gone | self._dismissed
-        self.command("remove", [slot for slot in slots if int(self.table.owner[slot]) not in ended], timeout=timeout)
+        """Closes the envs of `slots` between two of their steps; a worker without envs ends.
+
+        The books come first: whatever dies or fails from here on, these envs are not built again. What a worker answers late
+        still counts, and asking again waits for the same answer.
+
+        Raises:
+          TimeoutError: some are still in a step after `timeout` seconds; they will be closed when it ends.
+        """
         with self._changed:
-            for index in {int(self.table.owner[slot]) for slot in slots}:
+            fresh = [slot for slot in slots if slot in self.slots_of(int(self.table.owner[slot]))]  # the others are leaving
+            for index in sorted({int(self.table.owner[slot]) for slot in fresh}):
+                own = tuple(slot for slot in fresh if int(self.table.owner[slot]) == index)
                 config = self.configs[index]
-                own = zip(config.slots, config.factories, strict=True)
-                kept = [None if slot in slots else factory for slot, factory in own]
+                kept = [None if s in own else f for s, f in zip(config.slots, config.factories, strict=True)]
                 self.configs[index] = dataclasses.replace(config, factories=kept)
-                if not any(kept) and index not in ended:
-                    self._dismissed.add(index)
-                    self.table.stop_words[index] = 1
-                    self.wakers()[index]()
+                if index in self._gone or index in self._dismissed:
+                    self._have_left(index, own)
+                    continue
+                self.config_changed(index)
+                ticket = next(self._tickets)
+                self._removals[ticket] = (index, own)
+                self.send_command(index, (ticket, "remove", list(own)))
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while left := {slot for _, own in self._removals.values() for slot in own}.intersection(slots):
+                if self.closing:
+                    raise LoaderClosed("the loader was closed while a removal was waiting")
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"remove_envs: the envs of slots {sorted(left)[:8]} are still in a step or a reset after {timeout:g} "
+                        "s; they will be closed when it ends"
+                    )
+                self._changed.wait(0.25 if deadline is None else min(0.25, max(0.0, deadline - time.monotonic())))
+
+    def config_changed(self, worker: int) -> None:
+        """The envs of a worker are others from now on, should it be started again."""
+
+    def _have_left(self, worker: int, slots: Sequence[int]) -> None:
+        """The envs of some slots are closed, or have gone with their worker. Holds the lock."""
+        self.events.append(Removed(tuple(slots)))
+        for signal in self.signals:
+            signal.post()
+        if self.slots_of(worker):
+            return
+        if worker in self._gone:
+            if worker not in self._free_workers:
+                self._release_worker(worker)
+        elif worker not in self._dismissed:
+            self._dismissed.add(worker)
+            self.table.stop_words[worker] = 1
+            self.wakers()[worker]()
+
+    def take_removed(self) -> list[int]:
+        """The slots whose envs have left since this was last asked; other events stay."""
+        with self._changed:
+            found = [event for event in self.events if isinstance(event, Removed)]
+            for event in found:
+                self.events.remove(event)
+        return [slot for event in found for slot in event.slots]
 
     def _release_worker(self, worker: int) -> None:
         """A dismissed worker has ended: its index can be used again."""
@@ -287,7 +365,7 @@ class Fleet:
         """Lets a respawned worker attach, if its envs still have the loader's spaces."""
         try:
             self._require_spec(built, self._spec)
-        except SpecMismatch as error:
+        except Exception as error:  # other spaces, or some that cannot be rebuilt here
             slots = self.slots_of(built.worker)
             failed = Failed(built.worker, slots, 0, "factory", 0, "SpecMismatch", str(error), "", note="it stays closed")
             self._take_failure(failed)
@@ -344,9 +422,6 @@ class Fleet:
         """Workers that are building envs now."""
         return set()
 
-    def expect_start(self, worker: int, expected: bool) -> None:
-        """A worker has begun to build an env, or has built it; a backend that can kill it watches the time."""
-
     def wait_built(self) -> tuple[Tree, Tree, Tree, Any]:
         """Waits until every env exists; returns observation, action and info trees and the spaces.
 
@@ -364,7 +439,7 @@ class Fleet:
                     break
                 self._changed.wait(min(remaining, 1.0))
         if self.events:
-            raise error_from(self.take_events())
+            raise error_from([event for event in self.take_events() if not isinstance(event, Removed)])
         missing = [config.index for config in self.configs if config.index not in self._built]
         if missing:
             stack = self.stack_of(missing[0])
@@ -376,13 +451,14 @@ class Fleet:
         return (*self._common_spec(), self._built[0].spaces)
 
     def _common_spec(self) -> tuple[Tree, Tree, Tree]:
-        self._spec, self._spec_slot = self._built[0].specs[0], self.configs[0].slots[0]
+        first: tuple[Tree, Tree, Tree] = loaded(self._built[0].specs)[0]
+        self._spec, self._spec_slot = first, self.configs[0].slots[0]
         for config in self.configs:
-            self._require_spec(self._built[config.index], self._spec)
-        return self._spec
+            self._require_spec(self._built[config.index], first)
+        return first
 
     def _require_spec(self, built: Built, first: tuple[Tree, Tree, Tree]) -> None:
-        for slot, spec in zip(self.slots_of(built.worker), built.specs, strict=False):
+        for slot, spec in zip(self.slots_of(built.worker), loaded(built.specs), strict=False):
             for name, expected, found in zip(("obs", "action", "info"), first, spec, strict=True):
                 lines = list(differences(expected, found, (name,)))
                 if lines:
@@ -392,7 +468,7 @@ class Fleet:
                         f"Slot {self._spec_slot} has {show_tree(expected):.300}"
                     )
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[Event | Removed]:
         """Removes and returns all events so far."""
         events = []
         while self.events:
@@ -423,7 +499,17 @@ class Fleet:
         failures = [answer.failure for answer in answers if answer.failure is not None]
         if failures:
             raise error_from(failures)
-        return {slot: result for answer in answers for slot, result in answer.results.items()}
+        found = {}
+        for answer in answers:
+            for slot, result in answer.results.items():
+                try:
+                    found[slot] = loaded(result)
+                except Exception as error:
+                    raise SlotLoaderError(
+                        f"{verb}: slot {slot} (worker {answer.worker}): expected a result that can be unpickled here, found "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+        return found
 
     def _ask(self, worker: int, verb: str, slots: list[int], args: tuple[Any, ...]) -> int:
         with self._changed:

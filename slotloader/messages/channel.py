@@ -8,13 +8,12 @@ from __future__ import annotations
 import array
 import pickle
 import socket
-import struct
 import threading
 from typing import Any
 
 import cloudpickle
 
-_LENGTH = struct.Struct("<QI")  # payload bytes, number of descriptors
+from slotloader.messages.stream import HEAD
 
 
 class Channel:
@@ -37,7 +36,7 @@ class Channel:
 
     def send_bytes(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
         """Sends a message that has been pickled."""
-        head = _LENGTH.pack(len(payload), len(fds))
+        head = HEAD.pack(len(payload), len(fds))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._lock:
             try:
@@ -49,8 +48,8 @@ class Channel:
     def receive(self) -> tuple[Any, list[int]]:
         """Waits for one message; the caller owns the descriptors."""
         fds: list[int] = []
-        head = self._read(_LENGTH.size, fds)
-        length, _ = _LENGTH.unpack(head)
+        head = self._read(HEAD.size, fds)
+        length, _ = HEAD.unpack(head)
         return pickle.loads(self._read(length, fds)), fds
 
     def _read(self, count: int, fds: list[int]) -> bytes:

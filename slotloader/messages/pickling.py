@@ -37,3 +37,28 @@ def quick_dumps(value: Any) -> bytes:
     with contextlib.suppress(Exception):
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return dumps(value)
+
+
+class Packed:
+    """A value as bytes: only who wants it unpickles it, so what is wrong with that is his.
+
+    Args:
+      data: its pickle.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    @classmethod
+    def of(cls, value: Any) -> Packed:
+        """Pickles it; raises whatever the part that cannot travel raises."""
+        return cls(quick_dumps(value))
+
+    def load(self) -> Any:
+        """The value; imports what it is made of."""
+        return pickle.loads(self.data)
+
+
+def loaded(value: Any) -> Any:
+    """The value itself, whether it is packed or not."""
+    return value.load() if isinstance(value, Packed) else value

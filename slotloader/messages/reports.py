@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from slotloader.errors import EnvFailed, RecordMismatch, WorkerDied
+from slotloader.messages.pickling import Packed
 from slotloader.records.specs import Tree
 
 
 @dataclass(frozen=True)
 class Built:
-    """A worker's envs exist: the trees of each, and the first env's spaces for the user."""
+    """A worker's envs exist: the trees of each, and the first env's spaces for the user; packed between processes."""
 
     worker: int
-    specs: Sequence[tuple[Tree, Tree, Tree]]
+    specs: Sequence[tuple[Tree, Tree, Tree]] | Packed
     spaces: Any
 
 
@@ -76,6 +77,13 @@ class Remark:
 
     topic: str
     text: str
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Envs that were taken out of the loader are closed: nobody writes their slots any more."""
+
+    slots: tuple[int, ...]
 
 
 Event = Failed | Died

@@ -12,40 +12,33 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import posix_ipc
 
 from slotloader.messages.channel import Channel
-from slotloader.messages.reports import Failed, shortened
+from slotloader.messages.pickling import Packed
+from slotloader.messages.reports import Answer, Built, Failed, shortened
 from slotloader.table import slots
-from slotloader.table.layout import MAX_RECEIVERS, Layout
+from slotloader.table.layout import MAX_RECEIVERS
 from slotloader.table.signals import SemaphoreSignal, make_fence
 from slotloader.worker import worker as workers
 
 _CROWD = 2  # more workers per core should not preempt the trainer; with fewer it costs (decision 0008)
 
 
-class PickledSpaces:
-    """Spaces as bytes: the trainer unpickles them only if the user asks for them."""
-
-    def __init__(self, spaces: Any) -> None:
-        self.data = cloudpickle.dumps(spaces)
-
-    def load(self) -> Any:
-        """The spaces; imports the package that they come from."""
-        return pickle.loads(self.data)
-
-
 def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
     """Runs one worker to its end.
 
     Args:
-      channel: the command socket; the first message is a pickled `WorkerConfig` in bytes, the second `(layout,)` with the
-        region's descriptor.
+      channel: the command socket; the first message is a pickled `WorkerConfig` in bytes, the second `("region",)` with
+        its descriptor.
       semaphores: one per receiver, then per worker one to wake it and one for its fences.
     """
 
     def report(message: Any) -> None:
+        if isinstance(message, Answer):
+            message = _packed(message)
+        elif isinstance(message, Built):
+            message = dataclasses.replace(message, specs=Packed.of(message.specs), spaces=Packed.of(message.spaces))
         with contextlib.suppress(EOFError):  # a trainer that is gone is the nursery's business
             channel.send(message)
 
@@ -57,16 +50,15 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
     if affinity:
         os.sched_setaffinity(0, affinity)
     worker = workers.make_worker(config, report)
-    worker.pack_spaces = PickledSpaces
     try:
         if worker.build():
             worker = workers.choose(worker, report)
             early: collections.deque[Any] = collections.deque()  # commands that came while the envs were being built
             while True:
                 message, fds = channel.receive()
-                if isinstance(message[0], Layout):
+                if message[0] == "region":
                     break
-                early.append(message)
+                early.append(_command(message))
             table = slots.attach(fds[0])
             os.close(fds[0])
             receivers = [SemaphoreSignal(semaphore) for semaphore in semaphores[:MAX_RECEIVERS]]
@@ -116,6 +108,23 @@ def _configuration(channel: Channel, report: Any) -> Any:
 def _next_command(channel: Channel) -> Any:
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
-    if not poll.poll(0):
-        return None
-    return channel.receive()[0]
+    return _command(channel.receive()[0]) if poll.poll(0) else None
+
+
+def _command(message: Any) -> Any:
+    """A command whose arguments are still pickled: what is wrong with them is an answer to this command, and no more."""
+    ticket, verb, own, arguments = message
+    return ticket, verb, own, Packed(arguments)
+
+
+def _packed(answer: Answer) -> Answer:
+    """The results as bytes for whoever waits for them; one that cannot be pickled is that call's failure."""
+    results = {}
+    for slot, result in answer.results.items():
+        try:
+            results[slot] = Packed.of(result)
+        except Exception as error:
+            text = f"expected a result that can be pickled, found {type(result).__name__}: {error}"
+            failure = Failed(answer.worker, (slot,), os.getpid(), "call", 0, type(error).__name__, text[:4000], "")
+            return Answer(answer.worker, answer.ticket, {}, answer.failure or failure)
+    return dataclasses.replace(answer, results=results)

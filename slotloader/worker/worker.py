@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from slotloader.messages.pickling import Packed
 from slotloader.messages.reports import Answer, Built, Failed, failure_of
 from slotloader.table.orders import Orders
 from slotloader.table.publisher import Publisher
@@ -65,7 +66,6 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, report: Report, in_process: bool = False) -> None:
         self.config, self._report, self._in_process = config, report, in_process
-        self.pack_spaces: Callable[[Any], Any] = lambda spaces: spaces
         lives = config.lives or [0] * len(config.factories)
         self.runners = [self._make_runner(at, lives[at]) for at in range(len(config.factories))]
         self.unstarted = list(self.everyone())  # envs whose first reset is due
@@ -84,6 +84,10 @@ class Worker:
         """Every env that this worker owns, without those that have been removed."""
         return [runner for runner in self.runners if not runner.removed]
 
+    def _present(self) -> list[EnvRunner]:
+        """The env that plays in each slot, without those that have been removed."""
+        return [runner for runner in self.runners if not runner.removed]
+
     def build(self) -> bool:
         """Builds every env and reports the specs, or the first failure; False if one failed."""
         for runner in self.everyone():
@@ -92,13 +96,13 @@ class Worker:
             except (Exception, SystemExit) as error:
                 self._report(self._failure(runner, error))
                 return False
-        present = [runner for runner in self.runners if not runner.removed]
+        present = self._present()
         first = present[0].env
         self._report(
             Built(
                 self.config.index,
                 [(runner.observation, runner.action, runner.info) for runner in present],
-                self.pack_spaces((first.observation_space, first.action_space)),
+                (first.observation_space, first.action_space),
             )
         )
         return True
@@ -117,6 +121,8 @@ class Worker:
         }
         for runner in self.everyone():
             runner.attach(table, writers[runner.slot])
+            if table.owner[runner.slot] != self.config.index:  # the slot was given to another while this one was being built
+                runner.failed = True
 
     def start(self) -> None:
         """Begins the first resets; here they are the first of `reset_one`, so that no slot waits for all of them."""
@@ -233,11 +239,15 @@ class Worker:
     def carry_out(self, ticket: int, verb: str, slots: Sequence[int], *args: Any) -> Answer:
         """Runs `verb` on the envs of `slots` between two of their steps."""
         results: dict[int, Any] = {}
+        try:
+            args = tuple(arguments_of(args))
+        except Exception as error:
+            return Answer(self.config.index, ticket, results, self._unreadable(verb, slots, error))
         for runner in self.runners:
             if runner.slot not in slots:
                 continue
             try:
-                if runner.failed and verb != "rebuild":
+                if runner.failed and verb not in ("rebuild", "remove"):
                     raise RuntimeError("this env has failed; it takes no calls")
                 for target in self._targets(runner, verb):
                     results[runner.slot] = self._within(target, partial(_settled_call, target, verb, args))
@@ -250,6 +260,9 @@ class Worker:
                 failure = self._failure(runner, error)
                 return Answer(self.config.index, ticket, results, failure)
         return Answer(self.config.index, ticket, results)
+
+    def _unreadable(self, verb: str, slots: Sequence[int], error: BaseException) -> Failed:
+        return failure_of(self.config.index, slots[0], verb, 0, error, self._in_process)
 
     def _targets(self, runner: EnvRunner, verb: str) -> Sequence[EnvRunner]:
         """The envs of a slot that a command is meant for."""
@@ -282,6 +295,14 @@ def _look_at(table: Table, slots: Sequence[int]) -> Callable[[], bytes]:
         return table.state_words[first:end].tobytes
     chosen, state = np.array(slots), table.state
     return lambda: state[chosen].tobytes()
+
+
+def arguments_of(args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of a command; from another process they come as one pickle."""
+    if len(args) == 1 and isinstance(args[0], Packed):
+        unpacked: Sequence[Any] = args[0].load()
+        return unpacked
+    return args
 
 
 def _removed() -> None:
@@ -370,7 +391,7 @@ class ThreadedWorker(Worker):
 
     def start(self) -> None:
         """See `Worker.start`."""
-        for runner in self.runners:
+        for runner in self._present():
             self._revive(runner)
 
     def _revive(self, runner: EnvRunner) -> None:
@@ -429,6 +450,9 @@ class SpareWorker(ThreadedWorker):
         """See `Worker.everyone`."""
         return [runner for members in self._members.values() for runner in members if not runner.removed]
 
+    def _unreadable(self, verb: str, slots: Sequence[int], error: BaseException) -> Failed:
+        return failure_of(self.config.index, slots[0], verb, 0, error, self._in_process)
+
     def _targets(self, runner: EnvRunner, verb: str) -> Sequence[EnvRunner]:
         if verb in ("call", "get_attr"):
             return (runner,)  # the env that is playing
@@ -482,7 +506,8 @@ class AsyncWorker(Worker):
         thread = threading.Thread(target=watch, name="slotloader-wake", daemon=True)
         thread.start()
         self._busy = {runner.slot: asyncio.Lock() for runner in self.runners}
-        tasks = {loop.create_task(self._first_async(runner)) for runner in self.runners}
+        self._firsts: set[asyncio.Task[None]] = set()
+        tasks = {loop.create_task(self._first_async(runner)) for runner in self._present()}
         table, index = self._table, self.config.index
         commands, stop = table.command_words, table.stop_words
         paused = table.paused_words
@@ -497,7 +522,7 @@ class AsyncWorker(Worker):
             else:
                 acted = self._look()
             for runner, state in zip(self.runners, acted, strict=False):
-                if state == _ACTED and not runner.failed:
+                if state == _ACTED and not runner.failed and not runner.removed:
                     runner.claim()
                     tasks.add(loop.create_task(self._advance_async(runner)))
             tasks = {task for task in tasks if not task.done()}
@@ -536,13 +561,22 @@ class AsyncWorker(Worker):
         ticket, verb, slots, *args = message
         results: dict[int, Any] = {}
         failure = None
+        try:
+            args = list(arguments_of(args))
+        except Exception as error:
+            self._report(Answer(self.config.index, ticket, results, self._unreadable(verb, slots, error)))
+            return
         for runner in [runner for runner in self.runners if runner.slot in slots]:
             try:
+                if runner.failed and verb not in ("rebuild", "remove"):
+                    raise RuntimeError("this env has failed; it takes no calls")
                 async with self._busy[runner.slot]:
                     result = _call(runner, verb, args)
                     results[runner.slot] = await result if asyncio.iscoroutine(result) else result
                 if verb == "rebuild":
-                    self._loop.create_task(self._first_async(runner))
+                    first = self._loop.create_task(self._first_async(runner))
+                    self._firsts.add(first)  # the loop itself holds tasks weakly
+                    first.add_done_callback(self._firsts.discard)
             except (Exception, SystemExit) as error:
                 runner.phase = verb
                 failure = self._failure(runner, error)

@@ -268,7 +268,7 @@ def test_a_death_gives_all_slots_of_its_worker_a_new_life_and_no_other(packing: 
 def new_process_is_up(loader: SlotLoader, worker: int, old: int) -> int:
     """Waits for another process of the worker, with its env built and waiting; its pid."""
     pid = until(lambda: loader.fleet.pids.get(worker) not in (None, old) and loader.fleet.pids[worker])
-    until(lambda: worker not in loader.fleet._start_by)
+    until(lambda: worker not in loader.fleet.starting())
     return int(pid)
 
 

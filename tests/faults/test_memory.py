@@ -263,7 +263,7 @@ def test_a_running_loader_has_no_name_at_all_also_after_restarts() -> None:
                 assert not [line for line in maps if "/dev/shm" in line and "(deleted)" not in line]
 
 
-@pytest.mark.parametrize("what", ["_spawn", "_wait_ready", "attach", "wait_built"])
+@pytest.mark.parametrize("what", ["_order", "_wait_ready", "attach", "wait_built"])
 def test_a_constructor_interrupted_at_any_point_leaves_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from slotloader.fleet.process import ProcessFleet
 
@@ -271,7 +271,7 @@ def test_a_constructor_interrupted_at_any_point_leaves_nothing(what: str, monkey
 
     def interrupted(self: Any, *args: Any) -> Any:
         calls.append(original(self, *args))
-        if len(calls) == (2 if what == "_spawn" else 1):
+        if len(calls) == (2 if what == "_order" else 1):
             raise KeyboardInterrupt
         return calls[-1]
 
