@@ -10,8 +10,9 @@ from slotloader.batching.receiver import Receiver
 from slotloader.batching.stats import Stats
 from slotloader.device.batch import DeviceBatch
 from slotloader.device.policies import Acted, Inputs, Policy, RecurrentState
+from slotloader.device.run import Run
 from slotloader.device.staging import BytesTensor
-from slotloader.device_batches import DeviceBatches, Run
+from slotloader.device_batches import DeviceBatches
 from slotloader.errors import (
     ActionError,
     EnvFailed,
@@ -23,9 +24,11 @@ from slotloader.errors import (
     SpecMismatch,
     WorkerDied,
 )
+from slotloader.learning.background import Background
 from slotloader.learning.evaluation import EvalResult, evaluate
 from slotloader.learning.learners import Transition, Transitions, Unroll, Unrolls
 from slotloader.learning.returns import Advantages, VTrace, gae, lambda_returns, n_step_returns, vtrace
+from slotloader.learning.rollouts import Rollouts
 from slotloader.loader import SlotLoader
 from slotloader.records.step_type import StepType
 from slotloader.worker.envs import EnvContext, EpisodeKey
@@ -41,6 +44,7 @@ __all__ = [
     "Acted",
     "ActionError",
     "Advantages",
+    "Background",
     "Batch",
     "BytesColumn",
     "BytesTensor",
@@ -60,6 +64,7 @@ __all__ = [
     "Receiver",
     "RecordMismatch",
     "RecurrentState",
+    "Rollouts",
     "Run",
     "SlotLoader",
     "SlotLoaderError",

@@ -559,7 +559,7 @@ def test_a_device_that_fails_raises_its_own_exception_and_close_ends() -> None:
 
 
 def test_close_does_not_wait_for_ever_for_a_device_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotloader.device_batches.CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr("slotloader.device.batches.CLOSE_TIMEOUT", 0.2)
     ops = Later()
     with SlotLoader(Narrow, 2, **INLINE) as loader:
         batches = DeviceBatches(loader, ops)

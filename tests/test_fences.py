@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from fake_device import FakeOps
 
-from slotloader import Acted, SlotLoader, device_batches
+from slotloader import Acted, SlotLoader
+from slotloader.device import batches as device_batches
 from slotloader.device import completion, policies, staging
 from slotloader.device.ops import Stream
 from slotloader.device_batches import DeviceBatches

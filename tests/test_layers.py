@@ -24,10 +24,6 @@ THIRD_PARTY = {"numpy", "posix_ipc", "msgpack", "cloudpickle"}
 FRAMEWORKS = {"torch", "jax", "grpc", "gymnasium", "dm_env", "tensorflow", "ale_py"}
 # What else may be imported, and only inside a function: when somebody asks for it.
 LATE = {"tools.demo": {"ale_py"}, "batching.recording": {"PIL", "imageio_ffmpeg"}}
-# Arrows that still point the wrong way; each has to go.
-STILL = {
-    ("batching", "loader"), ("learning", "device_batches"), ("device", "device_batches"),
-}  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
@@ -72,7 +68,7 @@ def broken_arrows(module: str, source: str) -> list[str]:
         if top == "slotloader":
             target = room(rest or "__init__")
             upward = target != own and ROOMS.index(target) > ROOMS.index(own)
-            wrong += [name] if upward and (own, target) not in STILL else []
+            wrong += [name] if upward else []
         elif top not in sys.stdlib_module_names | THIRD_PARTY and not (late and name in LATE.get(module, ())):
             wrong.append(name)
     return wrong
@@ -89,17 +85,6 @@ def test_every_room_has_its_place_and_every_package_says_what_it_is_for() -> Non
         if module.endswith(".__init__"):
             purpose = ast.get_docstring(ast.parse(path.read_text())) or ""
             assert purpose.endswith(".") and purpose.splitlines()[0] != "", f"{module}: {purpose!r}"
-
-
-def test_no_exception_is_kept_that_is_not_needed() -> None:
-    found = set()
-    for module, path in modules().items():
-        found.update(
-            (room(module), room(name.partition(".")[2] or "__init__"))
-            for name, _ in imports(path.read_text())
-            if name.partition(".")[0] == "slotloader"
-        )
-    assert found >= STILL
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_video_has_every_frame_of_whole_episodes_in_order(how: dict[str, Any],
     path = tmp_path / f"slot.{read.__name__}"
     with SlotLoader(Camera, 3, **how) as loader:
         play(loader, 7)
-        with loader.record(1, path, episodes=2) as recording:
+        with loader.record_video(1, path, episodes=2) as recording:
             while not recording.done:
                 play(loader, 1)
             play(loader, 5)
@@ -81,8 +81,8 @@ def test_a_video_has_every_frame_of_whole_episodes_in_order(how: dict[str, Any],
 
 def test_a_number_of_frames_and_the_rate_are_kept(tmp_path: Path) -> None:
     with SlotLoader(Camera, 2, backend="inline") as loader:
-        one = loader.record(0, tmp_path / "one.gif", frames=4, fps=10)
-        two = loader.record(0, str(tmp_path / "two.mp4"), frames=8, fps=5)
+        one = loader.record_video(0, tmp_path / "one.gif", frames=4, fps=10)
+        two = loader.record_video(0, str(tmp_path / "two.mp4"), frames=8, fps=5)
         play(loader, 20)
         assert one.done and two.done
         one.close()
@@ -96,7 +96,7 @@ def test_a_number_of_frames_and_the_rate_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_given_back_is_taken_once(tmp_path: Path) -> None:
-    with SlotLoader(Camera, 2, backend="inline") as loader, loader.record(1, tmp_path / "a.gif", episodes=1) as recording:
+    with SlotLoader(Camera, 2, backend="inline") as loader, loader.record_video(1, tmp_path / "a.gif", episodes=1) as recording:
         while not recording.done:
             loader.recv(min_get=2).release()
             batch = loader.recv(min_get=2)
@@ -108,10 +108,10 @@ def test_a_record_that_is_given_back_is_taken_once(tmp_path: Path) -> None:
 def test_it_works_through_an_adapter_a_share_and_an_evaluation(tmp_path: Path) -> None:
     with SlotLoader(Camera, 4, backend="thread") as loader:
         _, second = loader.split(2)
-        with to_numpy(second) as batches, loader.record(2, tmp_path / "a.gif", episodes=1) as recording:
+        with to_numpy(second) as batches, loader.record_video(2, tmp_path / "a.gif", episodes=1) as recording:
             batches.run(idle, episodes=6)
             assert recording.done
-        with loader.record(3, tmp_path / "b.mp4") as recording:
+        with loader.record_video(3, tmp_path / "b.mp4") as recording:
             evaluate(second, idle, episodes=2)
         assert recording.num_episodes == 1
     assert brightness(gif(tmp_path / "a.gif")) == EPISODE
@@ -143,8 +143,8 @@ class Cams(Camera):
 def test_a_picture_with_an_odd_number_of_pixels_can_be_encoded(tmp_path: Path) -> None:
     with (
         SlotLoader(partial(Camera, Box(0, 255, (3, 21, 33), np.uint8)), 1, backend="inline") as loader,
-        loader.record(0, tmp_path / "a.mp4", frames=3),
-        loader.record(0, tmp_path / "a.gif", frames=3),
+        loader.record_video(0, tmp_path / "a.mp4", frames=3),
+        loader.record_video(0, tmp_path / "a.gif", frames=3),
     ):
         play(loader, 4)
     assert [frame.shape for frame in mp4(tmp_path / "a.mp4")] == [(22, 34, 3)] * 3
@@ -153,16 +153,19 @@ def test_a_picture_with_an_odd_number_of_pixels_can_be_encoded(tmp_path: Path) -
 
 def test_the_largest_image_is_taken_unless_another_is_named(tmp_path: Path) -> None:
     with SlotLoader(Cams, 2, backend="inline") as loader:
-        with loader.record(0, tmp_path / "a.gif", frames=1), loader.record(0, tmp_path / "b.gif", episodes=1, key="small"):
+        with (
+            loader.record_video(0, tmp_path / "a.gif", frames=1),
+            loader.record_video(0, tmp_path / "b.gif", episodes=1, key="small"),
+        ):
             play(loader, 30)
         assert gif(tmp_path / "a.gif")[0].shape == (16, 18, 3)
         assert gif(tmp_path / "b.gif")[0].shape == (9, 9, 3)
         assert brightness(gif(tmp_path / "b.gif")) == EPISODE
         for key, text in (("state", r'obs\["state"\]: expected an image'), ("none", r'key: expected one of .*obs\["cam"\]')):
             with pytest.raises(ValueError, match=text):
-                loader.record(0, tmp_path / "c.gif", key=key)
+                loader.record_video(0, tmp_path / "c.gif", key=key)
         with pytest.raises(ValueError, match="key= or render=True"):
-            loader.record(0, tmp_path / "c.gif", key="cam", render=True)
+            loader.record_video(0, tmp_path / "c.gif", key="cam", render=True)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_the_newest_image_is_cut_out_of_any_layout(shape: tuple[int, ...], image
 def test_rendered_frames_are_taken_where_no_observation_is_an_image(how: dict[str, Any], tmp_path: Path) -> None:
     space = Box(0, 255, (3,), np.uint8)
     with SlotLoader(partial(Camera, space, render_mode="rgb_array"), 2, **how) as loader:
-        with loader.record(1, tmp_path / "a.gif", episodes=2) as recording:
+        with loader.record_video(1, tmp_path / "a.gif", episodes=2) as recording:
             while not recording.done:
                 play(loader, 1)
         assert recording.num_frames == 10  # not those of the last records, whose envs are being reset
@@ -214,7 +217,7 @@ def test_rendered_frames_are_taken_where_no_observation_is_an_image(how: dict[st
 def test_rendering_can_be_asked_for(tmp_path: Path) -> None:
     with (
         SlotLoader(partial(Camera, render_mode="rgb_array"), 1, backend="inline") as loader,
-        loader.record(0, tmp_path / "a.mp4", frames=3, render=True),
+        loader.record_video(0, tmp_path / "a.mp4", frames=3, render=True),
     ):
         play(loader, 4)
     assert mp4(tmp_path / "a.mp4")[0].shape == (24, 32, 3)
@@ -236,7 +239,7 @@ def test_an_error_ends_the_recording_and_not_the_loop(
     how: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with SlotLoader(partial(BrokenRender, render_mode="rgb_array"), 2, **how) as loader:
-        recording = loader.record(0, tmp_path / "a.gif", render=True)
+        recording = loader.record_video(0, tmp_path / "a.gif", render=True)
         play(loader, 30)
         assert recording.done and loader.exchange.recordings == []
         assert "a.gif: the recording of slot 0 has ended" in caplog.text
@@ -256,7 +259,7 @@ def test_an_encoder_that_fails_does_not_stop_the_loop(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("slotloader.batching.recording._write_gif", broken)
     with SlotLoader(Camera, 1, backend="inline") as loader:
-        recording = loader.record(0, tmp_path / "a.gif")
+        recording = loader.record_video(0, tmp_path / "a.gif")
         recordings.append(recording)
         began = time.monotonic()
         play(loader, 700)  # more than fit into the queue
@@ -268,7 +271,7 @@ def test_an_encoder_that_fails_does_not_stop_the_loop(tmp_path: Path, monkeypatc
 def test_what_ffmpeg_says_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").mkdir()
     with SlotLoader(Camera, 1, backend="inline") as loader:
-        recording = loader.record(0, tmp_path / "a.mp4")
+        recording = loader.record_video(0, tmp_path / "a.mp4")
         play(loader, 30)
         with pytest.raises(OSError, match=r"a\.mp4: ffmpeg ended with status .*directory"):
             recording.close()
@@ -278,7 +281,7 @@ def test_an_encoder_is_started_without_a_fork_that_runs_python(tmp_path: Path) -
     """Hooks at a fork tell: those of jax warn of a deadlock, our own would take the loader for another process's."""
     forks: list[int] = []
     os.register_at_fork(before=lambda: forks.append(1))
-    with SlotLoader(Camera, 1, backend="inline") as loader, loader.record(0, tmp_path / "a.mp4", frames=2):
+    with SlotLoader(Camera, 1, backend="inline") as loader, loader.record_video(0, tmp_path / "a.mp4", frames=2):
         play(loader, 4)
     assert forks == [] and len(mp4(tmp_path / "a.mp4")) == 2
 
@@ -295,15 +298,15 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
             (0, "a.gif", {"render": True}, ValueError, r"render_mode=None; pass env_kwargs=\{'render_mode': 'rgb_array'\}"),
         ):
             with pytest.raises(error, match=text):
-                loader.record(slot, tmp_path / path, **options)
+                loader.record_video(slot, tmp_path / path, **options)
         assert loader.exchange.recordings == []
     with SlotLoader(Counting, 1, backend="inline") as loader:
         with pytest.raises(
             ValueError, match=r"expected an image among the observations or an env with render_mode='rgb_array'"
         ):
-            loader.record(0, tmp_path / "a.gif")
+            loader.record_video(0, tmp_path / "a.gif")
         with pytest.raises(ValueError, match="expected an observation with an image"):
-            loader.record(0, tmp_path / "a.gif", render=False)
+            loader.record_video(0, tmp_path / "a.gif", render=False)
 
 
 @pytest.mark.parametrize(
@@ -315,15 +318,15 @@ def test_a_missing_encoder_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)
     missing = pytest.raises(ImportError, match=rf"needs {package}; pip install 'slotloader\[video\]'")
     with SlotLoader(Camera, 1, backend="inline") as loader, missing:
-        loader.record(0, tmp_path / name)
+        loader.record_video(0, tmp_path / name)
 
 
 def test_nothing_recorded_is_said_and_closing_the_loader_completes_files(how: dict[str, Any], tmp_path: Path) -> None:
     with SlotLoader(Camera, 2, **how) as loader:
-        recording = loader.record(0, tmp_path / "a.gif")
+        recording = loader.record_video(0, tmp_path / "a.gif")
         with pytest.warns(RuntimeWarning, match="nothing was recorded, no record of slot 0 came"):
             recording.close()
         assert not (tmp_path / "a.gif").exists()
-        forgotten = loader.record(0, tmp_path / "b.gif")
+        forgotten = loader.record_video(0, tmp_path / "b.gif")
         play(loader, 20)
     assert forgotten.done and len(gif(tmp_path / "b.gif")) == forgotten.num_frames > 5

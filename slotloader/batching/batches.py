@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,6 +23,13 @@ _FIRST, _TERMINATION, _TRUNCATION = (
 )  # numpy is slow with enums
 
 
+class Holder(Protocol):
+    """What an adapter holds of a batch."""
+
+    def give_back(self) -> bool:
+        """Lets go of it, first of all when the batch is released; says whether to go on."""
+
+
 class Batch:
     """Some records and the lease on their slots.
 
@@ -39,10 +46,10 @@ class Batch:
       left: how many of its rows are unanswered.
       released: the batch was given back by `release`.
       promised: how many of its rows have actions that are on their way from a device.
-      before_release: what an adapter does first when the batch is released, until it is answered; says whether to go on.
+      holder: who else has something that belongs to the batch, until it is answered.
     """
 
-    before_release: Callable[[], bool] | None = None
+    holder: Holder | None = None
     promised = 0
     released = False
     left = 0
@@ -163,7 +170,7 @@ class Batch:
 
     def release(self) -> None:
         """Gives the slots back without an action; their records are ready again, for this or a later `recv`."""
-        if self.before_release is None or self.before_release():
+        if self.holder is None or self.holder.give_back():
             self._leases.release(self)
 
     def open_slots(self) -> Array:
@@ -180,7 +187,7 @@ class Batch:
     def close(self) -> None:
         """Every row has been answered or released; called by `Leases`, under its lock."""
         self._open, self.left = None, 0
-        self.before_release = None
+        self.holder = None
         self.expire_views()
 
     def expire_views(self) -> None:

@@ -85,8 +85,8 @@ class Receiver(BatchSource[Batch]):
         """Whether a `recv` runs."""
         return bool(self._consumer)
 
-    def poll(self) -> Batch | None:
-        """See `BatchSource.poll`."""
+    def poll(self, max_get: int | None = None) -> Batch | None:
+        """See `BatchSource.poll`; `max_get` None is that of `request`."""
         self._enter()
         try:
             self._require_open()
@@ -96,7 +96,7 @@ class Receiver(BatchSource[Batch]):
                 ready = self._engine.ready()
             if self._fleet.events:
                 self.exchange.raise_events()
-            return self._take(self._request.max_get) if ready else None
+            return self._take(max_get or self._request.max_get) if ready else None
         except BaseException:
             self.leases.repair()
             raise

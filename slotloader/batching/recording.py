@@ -15,10 +15,10 @@ import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,9 +28,7 @@ from slotloader.errors import WorkerDied
 from slotloader.records import values
 from slotloader.records.specs import Array, Kind, leaves, show_path, show_value
 from slotloader.records.step_type import StepType
-
-if TYPE_CHECKING:
-    from slotloader.loader import SlotLoader
+from slotloader.table.slots import Table
 
 _QUEUE = 256  # frames that may wait to be encoded; then the consumer waits
 _STUCK = 20.0  # seconds that the consumer waits for an encoder before it gives the recording up
@@ -44,8 +42,21 @@ log = logging.getLogger("slotloader")
 Pick = Callable[[Array], Array]
 
 
-class Recording:
-    """A video that is being made; `loader.record` makes it. Close it, or use it as a context manager, to have the file.
+class Ask(Protocol):
+    """`loader.call` or `loader.get_attr`."""
+
+    def __call__(self, name: str, *, slots: Sequence[int]) -> list[Any]:
+        """One answer per slot."""
+
+
+class VideoRecording:
+    """A video that is being made; `loader.record_video` makes it. Close it, or use it as a context manager, to have the file.
+
+    Args:
+      table: the slot table.
+      running: the recordings that the receivers show batches to; it takes itself out when it is done.
+      get_attr, call: of the loader.
+      slot, path, frames, episodes, fps, key, render: see `loader.record_video`.
 
     Attributes:
       slot: whose video it is.
@@ -57,7 +68,10 @@ class Recording:
 
     def __init__(
         self,
-        loader: SlotLoader,
+        table: Table,
+        running: list[VideoRecording],
+        get_attr: Ask,
+        call: Ask,
         slot: int,
         path: str | PathLike[str],
         frames: int | None,
@@ -69,11 +83,11 @@ class Recording:
         self.path = Path(path)
         encode = _encoder_for(self.path)
         if frames is not None and episodes is not None:
-            raise ValueError(f"record: expected one of frames and episodes, found frames={frames}, episodes={episodes}")
+            raise ValueError(f"record_video: expected one of frames and episodes, found frames={frames}, episodes={episodes}")
         frames, episodes = (require_count(name, n, optional=True) for name, n in (("frames", frames), ("episodes", episodes)))
         if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100:
             raise ValueError(f"fps: expected a number above 0 and at most 100, found {fps!r}")
-        self.slot, self._loader, self._table = slot, loader, loader.table
+        self.slot, self._table, self._running, self._get_attr, self._call = slot, table, running, get_attr, call
         self._frames, self._episodes = frames, episodes
         self._grab = self._source(key, render)
         self._waiting = episodes is not None  # for the first record of an episode
@@ -91,7 +105,7 @@ class Recording:
 
     def _source(self, key: Any, render: bool | None) -> Callable[[int], Array | None]:
         if key is not None and render:
-            raise ValueError(f"record: expected key= or render=True, found both (key={key!r})")
+            raise ValueError(f"record_video: expected key= or render=True, found both (key={key!r})")
         if render or (render is None and key is None and not self._images()):
             self._require_rendering()
             return self._rendered
@@ -121,7 +135,7 @@ class Recording:
         images = self._images()
         if not images:
             raise ValueError(
-                f"record: expected an observation with an image, uint8 (H, W[, 1|3|4]), found {self._show_leaves()}"
+                f"record_video: expected an observation with an image, uint8 (H, W[, 1|3|4]), found {self._show_leaves()}"
             )
         _, column, pick = max(images, key=lambda image: image[0])
         return column, pick
@@ -142,7 +156,7 @@ class Recording:
     def _require_rendering(self) -> None:
         """Says at once if the env cannot render."""
         try:
-            mode = self._loader.get_attr("render_mode", [self.slot])[0]
+            mode = self._get_attr("render_mode", slots=[self.slot])[0]
         except Exception:  # not a gymnasium env: its `render` will show
             return
         if mode != "rgb_array":
@@ -155,7 +169,7 @@ class Recording:
         if step_type >= StepType.TERMINATION:
             return None  # its env is being reset already, and would show the next episode
         try:
-            frame = self._loader.call("render", slots=[self.slot])[0]
+            frame = self._call("render", slots=[self.slot])[0]
         except WorkerDied:  # its record is the last thing it left; a new life will follow
             return None
         if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or (pick := picker(frame.shape)) is None:
@@ -230,7 +244,7 @@ class Recording:
         """Takes nothing more, without waiting for the file."""
         self.done = True
         with contextlib.suppress(ValueError):  # two threads may come here at once
-            self._loader.exchange.recordings.remove(self)
+            self._running.remove(self)
         with contextlib.suppress(queue.Full):  # then it finds that we are done once it has emptied the queue
             self._queue.put_nowait(None)
 
@@ -260,7 +274,7 @@ class Recording:
                 why = f"no episode of slot {self.slot} began within {self._passed} records; run longer or use frames="
             warnings.warn(f"{self.path}: nothing was recorded, {why}", RuntimeWarning, stacklevel=2)
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> VideoRecording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
@@ -272,7 +286,7 @@ class Recording:
 
     def __repr__(self) -> str:
         state = "done" if self.done else "recording"
-        return f"Recording({str(self.path)!r}, slot {self.slot}, {self.num_frames} frames, {state})"
+        return f"VideoRecording({str(self.path)!r}, slot {self.slot}, {self.num_frames} frames, {state})"
 
 
 def picker(shape: tuple[int, ...]) -> Pick | None:

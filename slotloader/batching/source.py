@@ -59,6 +59,8 @@ class BatchSource(ABC, Generic[B]):
         if not (min_get is DEFAULT and max_get is DEFAULT and timeout is DEFAULT and stall_timeout is DEFAULT):
             given = {"min_get": min_get, "max_get": max_get, "timeout": timeout, "stall_timeout": stall_timeout}
             request = request.changed({name: value for name, value in given.items() if value is not DEFAULT}, self.most)
+            if max_get is not DEFAULT and max_get is not None:
+                self.require_room(max_get)
         return self.receive(request)
 
     @property
@@ -70,6 +72,9 @@ class BatchSource(ABC, Generic[B]):
     @abstractmethod
     def most(self) -> int:
         """Most records that a batch can have."""
+
+    def require_room(self, max_get: int) -> None:
+        """Refuses a `max_get` above `most` where that would be a mistake; slots that there are not just never come."""
 
     @abstractmethod
     def receive(self, request: Request) -> B:

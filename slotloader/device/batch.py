@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +11,14 @@ from slotloader.batching.batches import Batch
 from slotloader.batching.episodes import Episode
 from slotloader.device.ops import DeviceOps
 from slotloader.device.policies import Inputs, RecurrentState, make_inputs
-from slotloader.device.staging import Stage
+from slotloader.device.preparation import Prepared
+from slotloader.device.staging import Stage, Staged
 from slotloader.errors import LeaseExpired
 from slotloader.records.specs import Array
 from slotloader.records.step_type import StepType
 
 if TYPE_CHECKING:
-    from slotloader.device_batches import DeviceBatches
+    from slotloader.device.batches import DeviceSource
 
 
 class Held:
@@ -32,14 +33,14 @@ class Held:
 
     __slots__ = ("_bucket", "_host", "_whose", "stage", "states")
 
-    def __init__(self, whose: DeviceBatches, host: Batch, bucket: int) -> None:
+    def __init__(self, whose: DeviceSource, host: Batch, bucket: int) -> None:
         self._whose, self._host, self._bucket = whose, host, bucket
         self.stage: Stage | None = None
         self.states: list[tuple[RecurrentState, Any]] = []
-        host.before_release = self.give_back
+        host.holder = self
 
     def give_back(self) -> bool:
-        """What `Batch.release` does first; False while all actions are on their way."""
+        """See `Holder.give_back`; False while all actions are on their way."""
         host, whose = self._host, self._whose
         if host.promised == host.size:
             return False
@@ -71,15 +72,17 @@ class DeviceBatch:
       bucket: number of rows.
       version: of the policy that acted on it, or None.
       held: what a release gives back.
+      hidden: the inputs of a compiled policy, still in the stage; for `run` alone.
+      prepared: the observation as it was prepared, or None if it travels as it is.
     """
 
-    __slots__ = ("_arrays", "_commit", "_trees", "_undo", "_whose", "bucket", "held", "host", "version")
+    __slots__ = ("_arrays", "_trees", "_whose", "bucket", "held", "hidden", "host", "prepared", "version")
 
-    def __init__(self, whose: DeviceBatches, host: Batch, bucket: int) -> None:
+    def __init__(self, whose: DeviceSource, host: Batch, bucket: int) -> None:
         self._whose, self.host, self.bucket = whose, host, bucket
         self._arrays: dict[str, Sequence[Any]] = {}  # what is on the device, by attribute
-        self._commit: Callable[..., None] | None = None  # what is to be done before the slots get their actions
-        self._undo: Callable[..., None] | None = None  # and what, if they do not
+        self.hidden: list[Any] = []
+        self.prepared: Prepared | None = None
         self._trees: dict[str, Any] = {}
         self.held = Held(whose, host, bucket)
         self.version: int | None = None
@@ -103,6 +106,14 @@ class DeviceBatch:
                 self.stage((name,))
             self._trees[name] = self._whose.plan.tree_of(name, self._arrays[name])
         return self._trees[name]
+
+    def hide(self, staged: Staged) -> None:
+        """Its inputs stay in the stage until the policy has taken them."""
+        self.hidden, self.held.stage = staged.arrays, staged.stage
+
+    def prepare(self, prepared: Prepared) -> None:
+        """Its observation is what a preparation has made of it."""
+        self.prepared, self._arrays["obs"] = prepared, prepared.obs
 
     def stage(self, names: tuple[str, ...]) -> None:
         """Brings attributes to the device, together."""

@@ -142,9 +142,13 @@ class Completer:
                 self._pending.popleft()
                 self._changed.notify_all()
 
+    def is_full(self) -> bool:
+        """Whether `in_flight` batches are on their way."""
+        return len(self._pending) >= self.in_flight
+
     def wait_for_room(self) -> None:
         """Waits until another batch may be sent on its way; returns as well when the loader is closed."""
-        if len(self._pending) >= self.in_flight:
+        if self.is_full():
             self._wait(lambda: len(self._pending) < self.in_flight or self._receiver.closed, None)
 
     def drain(self, timeout: float | None = None) -> bool:

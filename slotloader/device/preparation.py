@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,20 @@ from slotloader.device.staging import Plan
 from slotloader.records.specs import Kind, Leaf, leaves, show_path
 
 FrameStack = int | Mapping[Any, int]
+
+
+class Prepared(NamedTuple):
+    """The observation of one batch, as a policy gets it.
+
+    Attributes:
+      obs: its arrays.
+      commit: called before the slots get their actions.
+      undo: called if they do not after all. Both take the rows' slots, with the scratch row for those that are not meant.
+    """
+
+    obs: list[Any]
+    commit: Callable[..., None]
+    undo: Callable[..., None]
 
 
 class Preparation:
@@ -84,16 +98,14 @@ class Preparation:
         """The attributes of a batch that it takes, in this order."""
         return ("obs", "env_indices", "step_type") if self._stacked else ("obs", "env_indices")
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Callable[..., None], Callable[..., None]]:
+    def __call__(self, arrays: Sequence[Any]) -> Prepared:
         """Prepares one batch.
 
         Args:
           arrays: of `names`.
 
         Returns:
-          The arrays of the observation; what to call before its slots get their actions; and what to call if they do not
-          after all. Both take the rows' slots, with the scratch row for those that are not meant. A record that is given back
-          comes again and must not be pushed twice.
+          See `Prepared`. A record that is given back comes again and must not be pushed twice.
         """
         if self._stacked:
             *obs, indices, step_type = arrays
@@ -107,7 +119,7 @@ class Preparation:
                 with self._lock:
                     self._tables = self._ops.compute(self._store, self._tables, indices if slots is None else slots, rows)
 
-        return list(prepared), partial(store, stacks), partial(store, last)
+        return Prepared(list(prepared), partial(store, stacks), partial(store, last))
 
 
 def _frames_by_leaf(kinds: Sequence[Leaf], frame_stack: FrameStack | None) -> list[int]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from slotloader.arguments import require_count
 from slotloader.batching.episodes import Episode
-from slotloader.device.policies import Policy
+from slotloader.device.batches import DeviceSource
+from slotloader.device.binding import bound
 from slotloader.errors import LoaderClosed, SlotLoaderError
 from slotloader.learning.learners import Unroll, Unrolls
-
-if TYPE_CHECKING:
-    from slotloader.device_batches import DeviceBatches
 
 OnFull = Literal["block", "drop_oldest"]
 _SLICE = 0.5  # seconds between two looks whether the other side still lives
@@ -25,7 +23,7 @@ class _Stop(Exception):
 
 
 class Background(Iterator[Unroll]):
-    """An actor in a thread; made by `DeviceBatches.background`, used as a context manager and iterated for unrolls.
+    """An actor in a thread; `batches.background(...)` makes one, too; used as a context manager and iterated for unrolls.
 
         with batches.background(policy, unrolls=Unrolls(batches, length=20, batch_size=32)) as actor:
             for unroll in itertools.islice(actor, 1000):
@@ -37,7 +35,7 @@ class Background(Iterator[Unroll]):
 
     Args:
       batches: the adapter; nobody else may receive from it meanwhile.
-      policy: who acts.
+      policy: from `batches.policy` or `compile`, or anything that `policy` takes.
       unrolls: what puts the unrolls together, made for this adapter.
       queue: most unrolls that wait for the learner.
       on_full: "block" has the actor wait for the learner, so the envs stand still; "drop_oldest" keeps them going.
@@ -49,13 +47,19 @@ class Background(Iterator[Unroll]):
     """
 
     def __init__(
-        self, batches: DeviceBatches, policy: Policy, unrolls: Unrolls, queue: int, on_full: OnFull, max_lag: int | None
+        self,
+        batches: DeviceSource,
+        policy: Any,
+        unrolls: Unrolls,
+        queue: int = 2,
+        on_full: OnFull = "block",
+        max_lag: int | None = None,
     ) -> None:
         if on_full not in ("block", "drop_oldest"):
             raise ValueError(f"on_full: expected 'block' or 'drop_oldest', found {on_full!r}")
         if not isinstance(unrolls, Unrolls) or unrolls.ops is not batches.ops:
             raise TypeError(f"unrolls: expected Unrolls(batches, ...) of this adapter, found {unrolls!r:.200}")
-        self._batches, self._policy, self._unrolls = batches, policy, unrolls
+        self._batches, self._policy, self._unrolls = batches, bound(batches, policy), unrolls
         self._size, self._blocks = require_count("queue", queue), on_full == "block"
         self._max_lag = require_count("max_lag", max_lag, 0, optional=True)
         self._queue: deque[Unroll] = deque()

@@ -22,11 +22,11 @@ from slotloader.batching.meters import Meter
 from slotloader.batching.progress import ProgressBar
 from slotloader.batching.receiver import Receiver
 from slotloader.device.batch import DeviceBatch
+from slotloader.device.batches import DeviceSource
+from slotloader.device.binding import bound
 from slotloader.device.policies import Policy, positional
-from slotloader.device_batches import DeviceBatches
 from slotloader.errors import EnvFailed, SlotLoaderError, WorkerDied
 from slotloader.fleet.supervisor import Cut
-from slotloader.learning.rollouts import bound
 from slotloader.loader import SlotLoader
 from slotloader.records.specs import Array
 
@@ -90,7 +90,7 @@ def _std(values: Array) -> float:
 
 
 def evaluate(
-    loader: SlotLoader | Receiver | DeviceBatches,
+    loader: SlotLoader | Receiver | DeviceSource,
     policy: Policy | Callable[..., Any],
     episodes: int = 100,
     seed: int = 0,
@@ -128,10 +128,10 @@ def evaluate(
       SlotLoaderError: a batch is unanswered.
       EnvFailed, WorkerDied: an env has failed for good; and whatever `recv`, `send` and the policy raise.
     """
-    if not isinstance(loader, (SlotLoader, Receiver, DeviceBatches)):
+    if not isinstance(loader, (SlotLoader, Receiver, DeviceSource)):
         raise TypeError(f"loader: expected a SlotLoader, a receiver or an adapter (to_torch, ...), found {loader!r:.200}")
     episodes, seed = require_count("episodes", episodes), require_count("seed", seed, 0)
-    side = _DeviceSide(loader, policy) if isinstance(loader, DeviceBatches) else _HostSide(loader, policy)
+    side = _DeviceSide(loader, policy) if isinstance(loader, DeviceSource) else _HostSide(loader, policy)
     receiver = side.receiver
     side.settle()
     if receiver.unanswered:
@@ -176,7 +176,7 @@ class _HostSide:
 class _DeviceSide:
     """A policy on a device."""
 
-    def __init__(self, batches: DeviceBatches, policy: Any) -> None:
+    def __init__(self, batches: DeviceSource, policy: Any) -> None:
         self._batches, self.receiver = batches, batches.receiver
         self._policy = bound(batches, policy)
 

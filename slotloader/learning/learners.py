@@ -13,7 +13,7 @@ is numpy on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from slotloader.arguments import require_count
 from slotloader.batching.batches import Batch
 from slotloader.batching.gatherer import BytesColumn
 from slotloader.batching.receiver import Receiver
+from slotloader.device.batch import DeviceBatch
+from slotloader.device.batches import DeviceSource
 from slotloader.device.ops import DeviceOps, HostOps, map_tree
 from slotloader.device.staging import BytesTensor
 from slotloader.errors import LeaseExpired
@@ -29,11 +31,7 @@ from slotloader.loader import SlotLoader
 from slotloader.records.specs import Array, Kind, Leaf, build, flatten, leaves, show_path
 from slotloader.records.step_type import StepType
 
-if TYPE_CHECKING:
-    from slotloader.device.batch import DeviceBatch
-    from slotloader.device_batches import DeviceBatches
-
-Source: TypeAlias = "SlotLoader | Receiver | DeviceBatches"
+Source: TypeAlias = "SlotLoader | Receiver | DeviceSource"
 
 
 class Transition(NamedTuple):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from slotloader.batching.episodes import Episode
-from slotloader.device.policies import Policy
+from slotloader.device.batch import DeviceBatch
+from slotloader.device.batches import DeviceSource
+from slotloader.device.binding import bound
 from slotloader.learning.learners import Unroll, Unrolls
-
-if TYPE_CHECKING:
-    from slotloader.device.batch import DeviceBatch
-    from slotloader.device_batches import DeviceBatches
 
 
 class Rollouts(Iterator[Unroll]):
-    """Yields one unroll of all slots after the other, for ever; made by `DeviceBatches.rollout`.
+    """Yields one unroll of all slots after the other, for ever; `batches.rollout(...)` makes one, too.
 
     A slot that has its T transitions waits at the barrier with its last record, and no action is sent to it. Everything that
     the learner does between two rollouts is so done before the first action of the next: the data is on-policy. (With a
@@ -25,7 +23,7 @@ class Rollouts(Iterator[Unroll]):
 
     Args:
       batches: the adapter.
-      policy: who acts.
+      policy: from `batches.policy` or `compile`, or anything that `policy` takes.
       length: T.
       quorum: share of the slots that ends a rollout, or None for all. What the others lack is not `valid`.
 
@@ -34,10 +32,10 @@ class Rollouts(Iterator[Unroll]):
       env_steps: records that were not FIRST, in all rollouts.
     """
 
-    def __init__(self, batches: DeviceBatches, policy: Policy, length: int, quorum: float | None) -> None:
+    def __init__(self, batches: DeviceSource, policy: Any, length: int, quorum: float | None = None) -> None:
         if quorum is not None and not (isinstance(quorum, (int, float)) and 0.0 < quorum <= 1.0):
             raise ValueError(f"quorum: expected a share above 0 and up to 1, found {quorum!r}")
-        self._batches, self._policy, self._quorum = batches, policy, quorum
+        self._batches, self._policy, self._quorum = batches, bound(batches, policy), quorum
         self._unrolls = Unrolls(batches, length)
         receiver = batches.receiver
         self._slots = np.arange(receiver.first_slot, receiver.first_slot + receiver.num_slots)
@@ -88,12 +86,3 @@ class Rollouts(Iterator[Unroll]):
     def close(self) -> None:
         """Gives back what waits at the barrier; rollouts can go on afterwards."""
         self._release()
-
-
-def bound(batches: DeviceBatches, policy: Any) -> Policy:
-    """The policy itself, or a plain one bound to the adapter."""
-    if not isinstance(policy, Policy):
-        return batches.policy(policy)
-    if policy.ops is not batches.ops:
-        raise TypeError("policy: expected one that this adapter has made, found one of another adapter")
-    return policy
