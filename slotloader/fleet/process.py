@@ -147,7 +147,7 @@ class ProcessFleet(Fleet):
         self._asked: set[int] = set()  # serials that the nursery has been asked to fork and has not answered for
         # Whose stream has something new to send; None is the nursery's.
         self._unsent: collections.deque[Incarnation | None] = collections.deque()
-        self._ready = False
+        self._ready = self._over = False
         self._region = -1
         self._suspects: dict[int, int] = {}  # overdue slots of the last look, with their begin times
         self._failed_preloads: dict[str, str] = {}
@@ -342,13 +342,16 @@ class ProcessFleet(Fleet):
             for worker, incarnation in list(self._current.items()):
                 self.deliver(Died(worker, self.slots_of(worker), incarnation.pid, 1, why, note="nothing is watched"))
             raise
+        finally:
+            if self._over:
+                self._close_sockets()
 
     def _listen(self) -> None:
         limits = self.limits
         watches = limits.step_timeout is not None or limits.reset_timeout is not None
         self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
         self._selector.register(self._control.socket, selectors.EVENT_READ, None)
-        while True:
+        while not self._over:
             self._start_queued()
             if not self._flush_unsent():
                 self._nursery_gone()
@@ -621,8 +624,12 @@ class ProcessFleet(Fleet):
         except subprocess.TimeoutExpired:
             self._nursery.kill()
             self._nursery.wait()
+        self._over = True
+        self._nudge()
         if self._watcher is not None and self._watcher.ident is not None:
             self._watcher.join(1.0)
+            if self._watcher.is_alive():
+                return  # on a machine that is too busy it closes them by itself, later
         self._close_sockets()
 
     def _close_sockets(self) -> None:

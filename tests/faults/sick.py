@@ -23,7 +23,6 @@ import numpy as np
 from dm_env import specs
 from gymnasium.spaces import Box, Discrete
 
-from slotloader.table.publisher import Publisher
 from slotloader.table.slots import SlotState
 from slotloader.table.writer import SlotWriter
 
@@ -97,12 +96,18 @@ class DiesPublishing(Alive):
         if self.slot == 0 and self.life == 1 and self.t == self.at:
             point = self.point
 
-            def publish(publisher: Publisher, slot: int) -> None:
-                if point == "unposted":
-                    publisher._state[slot] = int(SlotState.READY)
-                kill_nine()
+            whole = SlotWriter.publish
 
-            Publisher.publish = publish  # type: ignore[method-assign]
+            def publish(writer: SlotWriter) -> None:
+                def hand_over(slot: int) -> None:
+                    if point == "unposted":
+                        writer._state[slot] = int(SlotState.READY)
+                    kill_nine()
+
+                writer._hand_over = hand_over
+                whole(writer)
+
+            SlotWriter.publish = publish  # type: ignore[method-assign]
             if point == "before":
                 SlotWriter.write_step = lambda writer, obs, *words: kill_nine(writer._write_observation(obs))  # type: ignore[method-assign,func-returns-value]
                 SlotWriter._write_first_words = lambda *words: kill_nine()  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,9 +215,8 @@ def test_a_blocking_channel_and_a_stream_speak_the_same() -> None:
     channel.close()
 
 
-@contextlib.contextmanager
-def ctrl_c_after(seconds: float) -> Iterator[None]:
-    """KeyboardInterrupt once in the block, so many seconds after its begin if it is still running."""
+def with_ctrl_c(seconds: float, deed: Callable[[], None]) -> None:
+    """Runs `deed`, with a KeyboardInterrupt so many seconds after its begin if it still runs then."""
     armed = True
 
     def strike(number: int, frame: Any) -> None:
@@ -229,7 +228,7 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
     try:
         try:
             timer.start()
-            yield
+            deed()
         finally:
             armed = False
     except KeyboardInterrupt:
@@ -244,8 +243,7 @@ def test_ctrl_c_at_any_moment_of_a_call_tears_no_stream() -> None:
         play.steps(5)
         pids, rng = loader.fleet.pids, np.random.default_rng(1)
         for _ in range(150):
-            with ctrl_c_after(float(rng.uniform(1e-5, 3e-3))):
-                loader.set_attr("big", b"x" * 200_000)
+            with_ctrl_c(float(rng.uniform(1e-5, 3e-3)), partial(loader.set_attr, "big", b"x" * 200_000))
         assert loader.get_attr("slot") == [0, 1]
         play.steps(20)
         assert loader.fleet.pids == pids and loader.fleet.restarts == 0
@@ -425,8 +423,7 @@ def test_ctrl_c_in_close_leaves_the_rest_to_the_next_close() -> None:
     for delay in (0.0005, 0.002, 0.005, 0.01, 0.02):
         loader = SlotLoader(Alive, 3, **PROCESS)
         loader.recv(min_get=3).send([0, 0, 0])
-        with ctrl_c_after(delay):
-            loader.close()
+        with_ctrl_c(delay, loader.close)
         loader.close()
         assert loader.closed and not loader.fleet.pids
 
