@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from slotloader import Acted, SlotLoader, Unrolls, evaluate, to_jax
-from slotloader.adapters.jax_returns import vtrace
+from slotloader import Acted, SlotLoader, Unrolls, evaluate, to_jax, vtrace
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--env", default="CartPole-v1", help="a gymnasium id with Discrete actions")

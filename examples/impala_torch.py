@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from slotloader import Acted, SlotLoader, Unrolls, evaluate, to_torch
-from slotloader.adapters.torch_returns import vtrace
+from slotloader import Acted, SlotLoader, Unrolls, evaluate, to_torch, vtrace
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--env", default="CartPole-v1", help="a gymnasium id with Discrete actions")

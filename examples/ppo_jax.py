@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from slotloader import Acted, SlotLoader, evaluate, to_jax
-from slotloader.adapters.jax_returns import gae
+from slotloader import Acted, SlotLoader, evaluate, gae, to_jax
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--env", default="CartPole-v1", help="a gymnasium id with Discrete actions")

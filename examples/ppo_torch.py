@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from slotloader import Acted, SlotLoader, evaluate, to_torch
-from slotloader.adapters.torch_returns import gae
+from slotloader import Acted, SlotLoader, evaluate, gae, to_torch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--env", default="CartPole-v1", help="a gymnasium id with Discrete actions")

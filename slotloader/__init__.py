@@ -27,10 +27,11 @@ from slotloader.errors import (
 from slotloader.learning.background import Background
 from slotloader.learning.evaluation import EvalResult, evaluate
 from slotloader.learning.learners import Transition, Transitions, Unroll, Unrolls
-from slotloader.learning.returns import Advantages, VTrace, gae, lambda_returns, n_step_returns, vtrace
+from slotloader.learning.returns import Advantages, VTrace
 from slotloader.learning.rollouts import Rollouts
 from slotloader.loader import SlotLoader
 from slotloader.records.step_type import StepType
+from slotloader.returns import gae, lambda_returns, n_step_returns, vtrace
 from slotloader.worker.envs import EnvContext, EpisodeKey
 
 if TYPE_CHECKING:

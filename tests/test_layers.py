@@ -18,7 +18,7 @@ CHECKOUT = Path(__file__).parents[1]
 # The rooms of the house, each after all that it may import. A room is a package, or a module beside them.
 ROOMS = (
     "errors", "arguments", "records", "table", "messages", "worker", "fleet", "batching", "loader", "device", "learning",
-    "device_batches", "adapters", "__init__", "tools",
+    "device_batches", "adapters", "returns", "__init__", "tools",
 )  # fmt: skip
 THIRD_PARTY = {"numpy", "posix_ipc", "msgpack", "cloudpickle"}
 FRAMEWORKS = {"torch", "jax", "grpc", "gymnasium", "dm_env", "tensorflow", "ale_py"}

@@ -354,3 +354,51 @@ def test_a_lambda_that_is_no_share_is_refused(wrong: Any) -> None:
     ones = np.ones((3, 2), np.float32)
     with pytest.raises(ValueError, match=r"lambda_: expected a number from 0 to 1, found"):
         gae(ones, ones, ones, ones[0], wrong)
+
+
+# One public name each.
+
+
+@pytest.mark.parametrize("name", ["gae", "lambda_returns", "n_step_returns", "vtrace"])
+def test_the_public_functions_keep_the_framework_of_their_arguments(name: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import slotloader
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(5, 3)).astype(np.float32) for _ in range(3 if name != "vtrace" else 5)]
+    last = rng.normal(size=3).astype(np.float32)
+    more = {"n": 2} if name == "n_step_returns" else {}
+    function = getattr(slotloader, name)
+
+    def leaves(found: Any) -> list[Any]:
+        return list(found) if isinstance(found, tuple) else [found]
+
+    expected = leaves(function(*arrays, last, **more))
+    assert all(type(leaf) is np.ndarray for leaf in expected)
+    for convert, kind in ((torch.as_tensor, torch.Tensor), (jnp.asarray, jax.Array)):
+        given = [convert(array) for array in (*arrays, last)]
+        found = leaves(function(*given, **more))
+        assert all(isinstance(leaf, kind) for leaf in found)
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-5, atol=1e-5)
+    jitted = jax.jit(lambda *given: function(*given, **more))(*map(jnp.asarray, (*arrays, last)))
+    np.testing.assert_allclose(np.asarray(leaves(jitted)[0]), expected[0], rtol=1e-5, atol=1e-5)
+    parameters = [torch.nn.Parameter(torch.as_tensor(array)) for array in (*arrays, last)]
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves(function(*parameters, **more)))
+
+
+def test_arrays_of_two_frameworks_are_refused_by_name() -> None:
+    import torch
+
+    import slotloader
+
+    zeros = np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match=r"gae: discounts: expected an array of torch like rewards, found one of numpy"):
+        slotloader.gae(torch.zeros(4, 2), zeros, torch.zeros(4, 2), torch.zeros(2))
+    assert isinstance(
+        slotloader.gae(torch.zeros(4, 2), torch.zeros(4, 2), torch.zeros(4, 2), torch.zeros(2), np.float32(0.9))[0],
+        torch.Tensor,
+    )
