@@ -29,7 +29,7 @@ SPECS = {SMALL: ((1,), "int32"), PIXELS: ((84, 84, 4), "uint8")}
 SLOTS = (8, 64, 256, 1024, 4096)
 
 
-def consume(workload: str, slots: int, min_get: int, max_get: int, seconds: float) -> dict[str, float]:
+def consume(workload: str, slots: int, min_get: int, max_get: int, seconds: float, by_index: bool = False) -> dict[str, float]:
     """Runs the loop and returns CPU microseconds per record, and those of the bare take where it is measured."""
     from slotloader import SlotLoader
 
@@ -43,7 +43,10 @@ def consume(workload: str, slots: int, min_get: int, max_get: int, seconds: floa
             batch = loader.recv()
             batch.obs  # noqa: B018  the gather is part of the figure
             records = len(batch.env_indices)
-            batch.send(actions[:records])
+            if by_index:
+                loader.send(actions[:records], batch.env_indices)
+            else:
+                batch.send(actions[:records])
             return records
 
         _until(seconds / 2, turn)
@@ -92,6 +95,7 @@ def main() -> None:
     options = parse_arguments(__doc__)
     seconds = 0.5 if options.quick else 1.5
     cases = [_case(SMALL, slots, seconds) for slots in SLOTS] + [_case(PIXELS, 64, seconds)]
+    cases.append(_case(SMALL, 64, seconds, by_index=True))
     outcomes = run_cases(cases, options)
 
     def us(workload: str, slots: int) -> float | None:
@@ -104,6 +108,8 @@ def main() -> None:
         Check("64 slots, small", small, 1.5, at_least=False, unit=" us"),
         Check("4096 slots / 64 slots, small", growth, 2.0, at_least=False, unit="x"),
     ]
+    index = ratio(outcomes, "us_per_record", (SMALL, _name(64, True)), (SMALL, _name(64)))
+    checks.append(Check("64 slots, small: by index / by batch", index, 1.05, at_least=False, unit="x"))
     if small is not None and take is not None:
         name = "64 slots, 84x84x4 (bar: small + 1.5 takes)"
         checks.append(Check(name, pixels, small + 1.5 * take, at_least=False, unit=" us"))
@@ -117,15 +123,17 @@ def main() -> None:
     report("consumer_cpu", outcomes, checks, columns, options)
 
 
-def _name(slots: int) -> str:
-    return f"{OURS} {slots} slots"
+def _name(slots: int, by_index: bool = False) -> str:
+    return f"{OURS} {slots} slots{' by index' if by_index else ''}"
 
 
-def _case(workload: str, slots: int, seconds: float) -> Case:
+def _case(workload: str, slots: int, seconds: float, by_index: bool = False) -> Case:
     policy = {"min_get": min(32, slots // 2), "max_get": min(64, slots)}
     shown = ", ".join(f"{name}={value}" for name, value in {"num_workers": 2, **policy, "timeout": 0.0}.items())
     arguments = {"workload": workload, "slots": slots, "seconds": seconds, **policy}
-    return Case(workload, _name(slots), f"{__package__}.consumer_cpu:consume", arguments, shown)
+    if by_index:
+        arguments["by_index"] = True
+    return Case(workload, _name(slots, by_index), f"{__package__}.consumer_cpu:consume", arguments, shown)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ SB3 = "SB3 SubprocVecEnv"
 TORCHRL_SHM = "TorchRL AsyncEnvPool shm"
 TORCHRL_PARALLEL = "TorchRL ParallelEnv"
 OURS = "slotloader"
+BY_INDEX = "slotloader by index"  # the same, answered by `loader.send(actions, batch.env_indices)`
 RAW = "raw"
 
 
@@ -105,8 +106,8 @@ def _run_freely(factories: list[Callable[[], BenchEnv]], start: Any, stop: Any) 
                 env.reset()
 
 
-def slotloader(workload: str, warmup: float, window: float, **settings: Any) -> Figures:
-    """SlotLoader: recv, look at the observations, send."""
+def slotloader(workload: str, warmup: float, window: float, by_index: bool = False, **settings: Any) -> Figures:
+    """SlotLoader: recv, look at the observations, send; `by_index` by `loader.send(actions, batch.env_indices)`."""
     from slotloader import SlotLoader
 
     spec = WORKLOADS[workload]
@@ -115,13 +116,20 @@ def slotloader(workload: str, warmup: float, window: float, **settings: Any) -> 
     with Ledger(spec.num_envs * per_slot) as ledger:
         factories = ledger.rotating_factories(spec, per_slot) if per_slot > 1 else ledger.factories(spec)
         with SlotLoader(factories, seed=0, **settings) as loader:
-            return measure(ledger, lambda: _turn(loader, actions), warmup, window)
+            turn = _turn_by_index if by_index else _turn
+            return measure(ledger, lambda: turn(loader, actions), warmup, window)
 
 
 def _turn(loader: Any, actions: Any) -> None:
     batch = loader.recv()
     batch.obs  # noqa: B018  the gather is part of the figure
     batch.send(actions[: len(batch.env_indices)])
+
+
+def _turn_by_index(loader: Any, actions: Any) -> None:
+    batch = loader.recv()
+    batch.obs  # noqa: B018  the gather is part of the figure
+    loader.send(actions[: len(batch.env_indices)], batch.env_indices)
 
 
 def gymnasium_async(workload: str, warmup: float, window: float, **settings: Any) -> Figures:

@@ -8,7 +8,7 @@ Bar: SlotLoader at least 0.98 of raw.
 
 from __future__ import annotations
 
-from benchmarks.contenders import OURS, RAW, case, peer_cases, raw, slotloader
+from benchmarks.contenders import BY_INDEX, OURS, RAW, case, peer_cases, raw, slotloader
 from benchmarks.harness import Check, parse_arguments, ratio, report, run_cases
 
 WORKLOAD = "heavy"
@@ -20,11 +20,14 @@ def main() -> None:
     cases = [
         case(RAW, raw, WORKLOAD, time_s, num_workers=64),
         case(OURS, slotloader, WORKLOAD, time_s, num_workers=64, min_get=1, timeout=0.0),
+        case(BY_INDEX, slotloader, WORKLOAD, time_s, num_workers=64, min_get=1, timeout=0.0, by_index=True),
         *peer_cases(WORKLOAD, time_s),
     ]
     outcomes = run_cases(cases, options)
     value = ratio(outcomes, "steps_per_s", (WORKLOAD, OURS), (WORKLOAD, RAW))
     checks = [Check(f"{WORKLOAD}: {OURS} / {RAW}", value, 0.98)]
+    both = ratio(outcomes, "steps_per_s", (WORKLOAD, BY_INDEX), (WORKLOAD, OURS))
+    checks.append(Check(f"{WORKLOAD}: {BY_INDEX} / {OURS}", both, 0.95))
     report("heavy", outcomes, checks, [("env steps/s", "steps_per_s", ",.0f")], options)
 
 

@@ -9,7 +9,7 @@ Bars: SlotLoader at least 0.90 of raw on both.
 
 from __future__ import annotations
 
-from benchmarks.contenders import OURS, RAW, case, peer_cases, raw, slotloader
+from benchmarks.contenders import BY_INDEX, OURS, RAW, case, peer_cases, raw, slotloader
 from benchmarks.harness import Case, Check, parse_arguments, ratio, report, run_cases
 
 WORKLOADS = ("pixels uniform", "pixels one slow")
@@ -23,6 +23,7 @@ def main() -> None:
         cases += [
             case(RAW, raw, workload, time_s, num_workers=8),
             case(OURS, slotloader, workload, time_s, num_workers=8, min_get=1, timeout=0.0),
+            case(BY_INDEX, slotloader, workload, time_s, num_workers=8, min_get=1, timeout=0.0, by_index=True),
             *peer_cases(workload, time_s),
         ]
     outcomes = run_cases(cases, options)
@@ -30,6 +31,8 @@ def main() -> None:
     for workload in WORKLOADS:
         value = ratio(outcomes, "steps_per_s", (workload, OURS), (workload, RAW))
         checks.append(Check(f"{workload}: {OURS} / {RAW}", value, 0.90))
+        both = ratio(outcomes, "steps_per_s", (workload, BY_INDEX), (workload, OURS))
+        checks.append(Check(f"{workload}: {BY_INDEX} / {OURS}", both, 0.95))
     report("pixels", outcomes, checks, [("env steps/s", "steps_per_s", ",.0f")], options)
 
 

@@ -8,7 +8,7 @@ Bars: SlotLoader at least 0.90 of raw; with one warm spare per slot, whose reset
 
 from __future__ import annotations
 
-from benchmarks.contenders import OURS, RAW, case, peer_cases, raw, slotloader
+from benchmarks.contenders import BY_INDEX, OURS, RAW, case, peer_cases, raw, slotloader
 from benchmarks.harness import Check, parse_arguments, ratio, report, run_cases
 
 WORKLOAD = "slow reset"
@@ -21,6 +21,7 @@ def main() -> None:
     cases = [
         case(RAW, raw, WORKLOAD, time_s, num_workers=32),
         case(OURS, slotloader, WORKLOAD, time_s, num_workers=32, min_get=1, timeout=0.0),
+        case(BY_INDEX, slotloader, WORKLOAD, time_s, num_workers=32, min_get=1, timeout=0.0, by_index=True),
         case(SPARES, slotloader, WORKLOAD, time_s, num_workers=32, min_get=1, timeout=0.0, spares=1),
         *peer_cases(WORKLOAD, time_s),
     ]
@@ -29,6 +30,8 @@ def main() -> None:
     for ours, bar in ((OURS, 0.90), (SPARES, 1.4)):
         value = ratio(outcomes, "steps_per_s", (WORKLOAD, ours), (WORKLOAD, RAW))
         checks.append(Check(f"{WORKLOAD}: {ours} / {RAW}", value, bar))
+    both = ratio(outcomes, "steps_per_s", (WORKLOAD, BY_INDEX), (WORKLOAD, OURS))
+    checks.append(Check(f"{WORKLOAD}: {BY_INDEX} / {OURS}", both, 0.95))
     report("slow_reset", outcomes, checks, [("env steps/s", "steps_per_s", ",.0f")], options)
 
 
