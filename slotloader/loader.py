@@ -35,8 +35,7 @@ from slotloader.table.engine import PythonEngine
 from slotloader.table.layout import MAX_RECEIVERS, Layout
 from slotloader.table.slots import SlotState
 from slotloader.worker import envs as env_sources
-from slotloader.worker.runner import EnvOptions, OnReset
-from slotloader.worker.worker import WorkerConfig
+from slotloader.worker.config import EnvOptions, LifePlan, OnReset, WorkerConfig
 
 Backend = Literal["process", "thread", "inline"]
 
@@ -319,7 +318,13 @@ class SlotLoader(BatchSource[Batch]):
 
         Raises:
           EnvFailed: a call raised; the env itself goes on.
+          ValueError: `name` is "reset" or "step", behind whose back records would go on.
         """
+        if name in ("reset", "step"):
+            raise ValueError(
+                f"call: expected another method than {name!r}, which only the worker calls: its next record would belong to "
+                "another episode than the one before and not say so; use loader.reset(...) to begin episodes anew"
+            )
         return self._command("call", slots, timeout, name, args, kwargs)
 
     def get_attr(self, name: str, slots: Sequence[int] | None = None) -> list[Any]:
@@ -553,7 +558,7 @@ class SlotLoader(BatchSource[Batch]):
         lives = {slot: life + 1 for slot, life in enumerate(state["lives"])}
         batch = receiver.recv(min_get=receiver.leases.alive, timeout=None, stall_timeout=self.limits.start_timeout)
         self.fleet.lives.update(lives)
-        self.fleet.command("begin_life", batch.env_indices.tolist(), lives, {})
+        self.fleet.command("begin_life", batch.env_indices.tolist(), {slot: LifePlan(life) for slot, life in lives.items()})
         # Each env now takes its next action as the wish for its new first record, so any action will do.
         receiver.leases.pass_over(batch)
         receiver.leases.restart_meter()

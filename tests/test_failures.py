@@ -156,7 +156,7 @@ def test_an_env_that_raises_at_step_7_is_named_within_a_second_and_the_others_go
             assert type(error.__cause__).__name__ == KINDS[make]
         goes_on(loader, {0, 2})
         with pytest.raises(SlotLoaderError):
-            loader.call("reset", slots=[1])
+            loader.call("_obs", 0, slots=[1])
 
 
 def test_an_env_that_raises_in_reset_is_named_once_its_last_record_was_answered(how: dict[str, Any]) -> None:

@@ -24,8 +24,7 @@ from slotloader.records.specs import Leaf
 from slotloader.table.layout import MAX_RECEIVERS, Layout
 from slotloader.table.signals import ThreadSignal
 from slotloader.table.slots import SlotState, Table, create_private
-from slotloader.worker.runner import EnvOptions
-from slotloader.worker.worker import WorkerConfig
+from slotloader.worker.config import EnvOptions, WorkerConfig
 
 SLOTS, WORKERS = 5, 6
 LEAF = Leaf(("obs",), (1,), np.dtype("f4"))

@@ -17,7 +17,10 @@ from slotloader.messages.reports import Failed
 from slotloader.table.layout import MAX_RECEIVERS, Layout
 from slotloader.table.signals import ThreadSignal, make_fence
 from slotloader.table.slots import Table, create_private
-from slotloader.worker.worker import Worker, WorkerConfig, choose, make_worker
+from slotloader.worker.choice import choose, make_worker
+from slotloader.worker.config import WorkerConfig
+from slotloader.worker.inline import InlineWorker
+from slotloader.worker.worker import Worker
 
 
 class ThreadFleet(Fleet):
@@ -49,7 +52,7 @@ class ThreadFleet(Fleet):
         self._workers[config.index] = worker
         try:
             if worker.build():
-                worker = choose(worker, self.deliver, in_process=True)
+                worker = choose(worker)
                 self._admitted[config.index].wait()
                 if self.running and not self.closing and config.index not in self._dismissed:
                     worker.attach(self.table, self.signals, make_fence())
@@ -125,7 +128,7 @@ class ThreadFleet(Fleet):
 class InlineSignal:
     """The wait of the inline backend: it steps one env in the caller's thread."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: InlineWorker) -> None:
         self._worker = worker
 
     def post(self) -> None:
@@ -145,7 +148,7 @@ class InlineFleet(Fleet):
     def launch(self) -> None:
         """See `Fleet.launch`."""
         self.signals = []
-        self._worker = make_worker(self.configs[0], self.deliver, in_process=True)
+        self._worker = InlineWorker(self.configs[0], self.deliver)
         self._worker.build()
 
     def attach(self, layout: Layout) -> Table:

@@ -34,7 +34,6 @@ from slotloader.messages.channel import Channel
 from slotloader.messages.stream import Stream
 from slotloader.table import slots  # noqa: F401  imported here once, shared by every fork
 from slotloader.worker import process as worker_process
-from slotloader.worker import worker as workers  # noqa: F401  imported here once, shared by every fork
 from slotloader.worker.processes import LINUX, end_with, prctl
 
 _PR_SET_CHILD_SUBREAPER = 36

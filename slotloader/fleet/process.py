@@ -36,8 +36,8 @@ from slotloader.messages.stream import Stream
 from slotloader.table import slots
 from slotloader.table.layout import MAX_RECEIVERS, Layout
 from slotloader.table.signals import GuardedSignal, SemaphoreSignal, create_semaphore, sweep
+from slotloader.worker.config import WorkerConfig
 from slotloader.worker.processes import command, import_path
-from slotloader.worker.worker import WorkerConfig
 
 _BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DESCRIPTORS_PER_WORKER = 1  # its command socket; one more while it is started

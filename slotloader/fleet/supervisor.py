@@ -23,9 +23,8 @@ from slotloader.records.specs import Tree, differences, show_tree
 from slotloader.table.layout import Layout
 from slotloader.table.signals import Signal
 from slotloader.table.slots import SlotState, Table
+from slotloader.worker.config import EnvOptions, LifePlan, WorkerConfig
 from slotloader.worker.envs import EnvFactory
-from slotloader.worker.runner import EnvOptions
-from slotloader.worker.worker import WorkerConfig
 
 _ENDING_LIMIT = 5.0  # seconds that `add_envs` waits for a dismissed worker to end
 
@@ -253,7 +252,7 @@ class Fleet:
 
         Args:
           slots: leased, so that none of them moves meanwhile.
-          evaluations: `(seed, begun)` by slot, see `EnvRunner.begin_life`.
+          evaluations: `(seed, begun)` by slot, see `LifePlan`.
 
         Returns:
           The life by slot. One whose worker has just died begins a later life than that.
@@ -261,12 +260,13 @@ class Fleet:
         with self._changed:
             lives = {slot: max(self.lives[slot], int(self.table.life[slot])) + 1 for slot in slots}
             self.lives.update(lives)
+        plans = {slot: LifePlan(life, evaluation=(evaluations or {}).get(slot)) for slot, life in lives.items()}
         try:
-            self.command("begin_life", slots, lives, evaluations or {})
+            self.command("begin_life", slots, plans)
         except WorkerDied:
             for slot in slots:
                 with contextlib.suppress(WorkerDied):
-                    self.command("begin_life", [slot], lives, evaluations or {})
+                    self.command("begin_life", [slot], plans)
         return lives
 
     def hire(self, slot: int, factory: EnvFactory, options: EnvOptions, threads: bool) -> None:

@@ -66,7 +66,6 @@ class SlotWriter:
         self._order_fence, self._hand_over = publisher.order_fence, publisher.publish
         self._length, self._return = 0, 0.0  # of the episode
         self._began = 0  # when the step began, in monotonic ns
-        self._ended_ns = 0  # when the step ended whose record is being written and that is not counted yet; 0: none
         # Running figures go on where an earlier writer of the slot ended.
         self.steps, self._step_time = int(table.steps[slot]), int(table.step_ns[slot])
         self._resets, self._reset_time = int(table.resets[slot]), int(table.reset_ns[slot])
@@ -156,12 +155,14 @@ class SlotWriter:
         self._return += reward
         self._reward[slot] = reward
         self._return_word[slot], self._length_word[slot] = self._return, self._length
-        self._publish_ns[slot] = self._ended_ns = now
+        self._publish_ns[slot] = now
+        self.steps += 1
+        self._step_time += now - self._began
+        self._steps[slot], self._step_ns[slot] = self.steps, self._step_time
         if terminated or truncated:
             self._write_last_info(info)
             self._step_type[slot] = _TERMINATION if terminated else _TRUNCATION
             self._table.progress_ended_words[slot] = 1
-            self._count_step()
             return True
         self._step_type[slot] = _MID
         return False
@@ -195,7 +196,7 @@ class SlotWriter:
     def _write_first_words(self, info: Mapping[str, Any], life: int, episode: int, seed: int | None) -> None:
         slot, table = self.slot, self._table
         self._write_info(info)
-        self._length, self._return, self._ended_ns = 0, 0.0, 0
+        self._length, self._return = 0, 0.0
         now = self._begin_ns[slot] = monotonic_ns()
         self._resetting[slot] = 0  # `begin` may have set it after the reset that it waited for had ended
         table.life_words[slot], table.episode_words[slot] = life, episode
@@ -210,15 +211,6 @@ class SlotWriter:
         self._records += 1
         self._sequence[slot] = self._records
         self._hand_over(slot)
-        if self._ended_ns:
-            self._count_step()  # while the trainer is being woken
-
-    def _count_step(self) -> None:
-        slot = self.slot
-        self.steps += 1
-        self._step_time += self._ended_ns - self._began
-        self._steps[slot], self._step_ns[slot] = self.steps, self._step_time
-        self._ended_ns = 0
 
     def _write_info(self, info: Mapping[str, Any]) -> None:
         if self._columns:

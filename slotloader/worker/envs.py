@@ -56,6 +56,11 @@ def life_seed(seed: int, slot: int, life: int, spare: int = 0) -> int:
     return int(np.random.SeedSequence((seed, slot, life)).generate_state(1)[0])
 
 
+def plan_seed(seed: int, spare: int) -> int:
+    """The seeds of a slot's envs where the first reset of a life was given one: it goes to the env that plays first."""
+    return int(np.random.SeedSequence((seed, spare)).generate_state(1)[0]) if spare else seed
+
+
 def evaluation_seed(seed: int, slot: int, episode: int) -> int:
     """The seed of one episode of `evaluate`; never that of a life, whatever the loader's own seed is."""
     return int(np.random.SeedSequence((seed, slot, episode), spawn_key=(1,)).generate_state(1)[0])

@@ -20,7 +20,7 @@ from slotloader.messages.reports import Answer, Built, Failed, shortened
 from slotloader.table import slots
 from slotloader.table.layout import MAX_RECEIVERS
 from slotloader.table.signals import SemaphoreSignal, make_fence
-from slotloader.worker import worker as workers
+from slotloader.worker.choice import choose, make_worker
 
 _CROWD = 2  # more workers per core should not preempt the trainer; with fewer it costs (decision 0008)
 
@@ -49,10 +49,10 @@ def main(channel: Channel, semaphores: Sequence[posix_ipc.Semaphore]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if affinity:
         os.sched_setaffinity(0, affinity)
-    worker = workers.make_worker(config, report)
+    worker = make_worker(config, report)
     try:
         if worker.build():
-            worker = workers.choose(worker, report)
+            worker = choose(worker)
             early: collections.deque[Any] = collections.deque()  # commands that came while the envs were being built
             while True:
                 message, fds = channel.receive()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
@@ -16,43 +15,19 @@ from slotloader.records.spaces import column_of, tree_of
 from slotloader.records.specs import Tree, differences
 from slotloader.table.slots import Table
 from slotloader.table.writer import SlotWriter
-from slotloader.worker.envs import EnvContext, EnvFactory, EpisodeKey, call_factory, evaluation_seed, life_seed
+from slotloader.worker.config import EnvOptions, LifePlan
+from slotloader.worker.envs import EnvContext, EnvFactory, EpisodeKey, call_factory, evaluation_seed, life_seed, plan_seed
 from slotloader.worker.isolation import IsolatedEnv
 from slotloader.worker.kinds import env_of
-
-OnReset = Callable[[EpisodeKey], Mapping[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class EnvOptions:
-    """What all envs of a loader share.
-
-    Attributes:
-      seed: base seed, see `envs.life_seed`.
-      on_reset: steers each reset; returns a dict with `seed` and `options`, or None.
-      info: declared info columns, name to dtype, `(dtype, shape)` or space.
-      max_bytes: capacities of TEXT and PACKED leaves.
-      check: also refuse NaN and values out of bounds.
-      spares: further envs of each slot, reset in advance.
-      spare_processes: each env, spares too, runs in a process of its own.
-      recycle_after: episodes after which an env is closed and built anew; None is never.
-    """
-
-    seed: int
-    on_reset: OnReset | None = None
-    info: Mapping[str, Any] = field(default_factory=dict)
-    max_bytes: Mapping[str, int] = field(default_factory=dict)
-    check: bool = False
-    spares: int = 0
-    spare_processes: bool = False
-    recycle_after: int | None = None
+from slotloader.worker.loops import Loop, Move, T, finish
 
 
 class EnvRunner:
-    """Owns one env from factory to close; every method runs in one and the same thread.
+    """Owns one env from factory to close. What it does to the env are coroutines, each run in one and the same thread.
 
     Attributes:
       slot: the row that it writes.
+      in_episode: the next action is one for `env.step`; else it only asks for the next FIRST record.
       wants_reset: its episode has ended and the reset for the next one has not been done.
       finished: its last record has been published and the next FIRST has not.
       started: its first reset has been begun.
@@ -61,37 +36,41 @@ class EnvRunner:
       removed: the env has been taken out of the loader.
       is_async: its `reset` and `step` are coroutines.
       phase: "factory", "reset", "step" or "close": where an exception came from.
+      remark: takes what is to be told once and is no failure.
+      faults: what an env may raise; the rest is meant for whoever runs the coroutines, and leaves the env as it was.
     """
 
-    def __init__(
-        self,
-        slot: int,
-        worker: int,
-        factory: EnvFactory,
-        options: EnvOptions,
-        life: int = 0,
-        spare: int = 0,
-    ) -> None:
-        self.slot, self.worker, self.life, self.spare = slot, worker, life, spare
-        self.wants_reset = True
-        self.finished = False
+    def __init__(self, slot: int, worker: int, factory: EnvFactory, options: EnvOptions, life: int = 0, spare: int = 0) -> None:
+        self.slot, self.worker, self.spare = slot, worker, spare
+        self.in_episode, self.wants_reset, self.finished = False, True, False
         self.started = self.failed = self.lost = self.removed = self.is_async = False
         self.phase = "factory"
+        self.remark: Callable[[Remark], None] = lambda remark: None
+        self.faults: tuple[type[BaseException], ...] = (BaseException,)
         self._factory, self._options = factory, options
-        self._ended = True  # the next action only releases the next FIRST record
+        self._plan = LifePlan(life)
         self._reset_error: BaseException | None = None
         self._stride = options.spares + 1  # env `spare` plays the episodes spare, spare + stride, ...
         self._episode = spare - self._stride
         self._seed: int | None = None
-        self._evaluation: tuple[int, int] | None = None  # seed, and episodes begun before this life
         self._life_began = 0  # steps of the slot before this life
         self._reset_began = 0
-        self.remark: Callable[[Remark], None] = lambda remark: None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: Loop | None = None
         self._owns_loop = False
 
-    def build(self) -> None:
+    @property
+    def life(self) -> int:
+        """The life that it plays, or is about to begin."""
+        return self._plan.life
+
+    # Building and binding.
+
+    async def build(self) -> None:
         """Calls the factory and translates the declared spaces."""
+        self.phase = "factory"
+        await self._outside(self._build)
+
+    def _build(self) -> None:
         options = self._options
         seed = life_seed(options.seed, self.slot, self.life, self.spare)
         context = EnvContext(self.slot, self.life, self.worker, seed)
@@ -110,142 +89,95 @@ class EnvRunner:
         self._read_action = values.reader(self.action, table.action, self.slot)
         self._life_began = writer.steps
 
-    def rebuild(self, life: int) -> None:
+    async def rebuild(self, life: int) -> None:
         """Replaces an env that has failed; its first record is due as after a start.
 
         Raises:
           SpecMismatch: the new env has other spaces; and whatever the factory raises.
         """
-        self.settle(self._close_env())
-        self._build_again(life)
-
-    async def rebuild_async(self, life: int) -> None:
-        """`rebuild` for an async env."""
-        await _settle(self._close_env())
-        self._build_again(life)
-
-    def _close_env(self) -> Any:
-        env = getattr(self, "env", None)
-        if env is None:
-            return None
-        del self.env, self._step
-        try:
-            return env.close()
-        except Exception:  # it has failed already; what matters is the new one
-            return None
-
-    def _build_again(self, life: int) -> None:
+        await self._close_env()
         before = (self.observation, self.action)
-        self.begin_life(life)
-        self.phase = "factory"
-        self.build()
+        self.begin_life(LifePlan(life))
+        await self.build()
         for name, old, new in zip(("obs", "action"), before, (self.observation, self.action), strict=True):
             for line in differences(old, new, (name,)):
                 raise SpecMismatch(f"life {life} of this env has other spaces than the loader: {line}")
-        self.started = self.failed = False
+
+    def begin_life(self, plan: LifePlan) -> None:
+        """Starts over as planned, with the slot's next action; a reset that was done ahead, or failed, is forgotten."""
+        self._plan, self._episode = plan, self.spare - self._stride
+        self._life_began = self._writer.steps
+        self.in_episode, self.finished, self.wants_reset, self._reset_error = False, False, True, None
+
+    # The moves of the slot.
 
     def claim(self) -> None:
         """Takes an ACTED slot on, before its thread or task gets to it."""
-        self._writer.begin(resetting=self._ended and self.wants_reset)  # it waits for a reset that runs, or is about to
+        self._writer.begin(resetting=self.wants_reset)  # it waits for a reset that runs, or is about to
 
-    def begin_life(self, life: int, evaluation: tuple[int, int] | None = None) -> None:
-        """Starts over with the seeds of another life; takes effect with the slot's next action.
+    async def first_record(self) -> None:
+        """Resets for a life's first record, and publishes it unless one of an earlier life has not been answered yet."""
+        await self.reset()
+        if self._writer.is_starting():
+            self._publish_first()
 
-        Args:
-          life: which.
-          evaluation: `(seed, begun)` to seed every episode of the life by `evaluation_seed`, counted on from `begun`.
-        """
-        self.life, self._episode, self._evaluation = life, self.spare - self._stride, evaluation
-        self._life_began = self._writer.steps
-        self.finished = False
-        self._ended, self.wants_reset, self._reset_error = True, True, None
-
-    # One move of the slot: the step for its action, or the record that a reset left behind.
-
-    def advance(self) -> None:
-        """Serves an ACTED slot: steps, or publishes the FIRST record that answers a terminal one."""
-        if self.is_async:
-            self._run(self.advance_async())
-            return
-        self._writer.begin()
-        if self._ended:
+    async def advance(self) -> None:
+        """Serves an ACTED slot: steps, or publishes the FIRST record that answers a last one."""
+        if self.in_episode:
+            self.finish_step(await self._settled(self.begin_step()))
+        else:
+            self._writer.begin()
             if self.wants_reset:
-                self._recycle_if_due()
-                self._finish_reset(self._start_reset())
-            self.publish_first()
-            return
+                await self._reset()
+            self._publish_first()
+
+    def begin_step(self) -> Any:
+        """The first half of a step: takes the action; returns what `env.step` returned, to be awaited for an async env."""
+        self._writer.begin()
         self.phase = "step"
-        self._finish_step(self._step(self._read_action()))
+        return self._step(self._read_action())
 
-    def reset(self) -> None:
-        """Resets ahead of time; a failure is kept until the terminal record has been answered."""
-        if self.is_async:
-            self._run(self.reset_async())
+    def finish_step(self, result: Any) -> None:
+        """The other half: publishes the record."""
+        if self.lost:
             return
+        observation, reward, terminated, truncated, info = self.env.read_step(result)
+        writer = self._writer
+        if writer.write_step(observation, reward, terminated, truncated, info):
+            self.in_episode, self.wants_reset, self.finished = False, True, True
+            if writer.unseen:
+                self._remark_unseen(info)
+        writer.publish()
+
+    def answer_last(self) -> None:
+        """`advance` where only the record of a reset that has been done is due."""
+        self._writer.begin()
+        self._publish_first()
+
+    async def reset(self) -> None:
+        """Resets ahead of time; a failure is kept until the last record has been answered."""
         try:
-            self._recycle_if_due()
-            self._finish_reset(self._start_reset())
-        except (Exception, SystemExit) as error:
-            self._keep(error)
+            await self._reset()
+        except self.faults as error:
+            self._reset_error = error
+            self._leave_reset()
+            self.wants_reset = False
 
-    def _recycle_if_due(self) -> None:
-        if self._recycling_is_due():
-            self._enter_reset()  # building the new env is part of the reset, for `reset_timeout` too
-            self.settle(self._close_env())
-            self._build_again(self.life + 1)
-            self.started = True
-
-    async def _recycle_if_due_async(self) -> None:
-        if self._recycling_is_due():
-            self._enter_reset()
-            await _settle(self._close_env())
-            self._build_again(self.life + 1)
-            self.started = True
-
-    def _recycling_is_due(self) -> bool:
+    async def _reset(self) -> None:
         limit = self._options.recycle_after
-        return limit is not None and self._episode // self._stride + 1 >= limit
-
-    async def advance_async(self) -> None:
-        """`advance` for an env whose `reset` and `step` are coroutines."""
-        self._writer.begin()
-        if self._ended:
-            if self.wants_reset:
-                await self._recycle_if_due_async()
-                self._finish_reset(await _settle(self._start_reset()))
-            self.publish_first()
-            return
-        self.phase = "step"
-        self._finish_step(await _settle(self._step(self._read_action())))
-
-    async def reset_async(self) -> None:
-        """`reset` for an async env."""
-        try:
-            await self._recycle_if_due_async()
-            self._finish_reset(await _settle(self._start_reset()))
-        except (Exception, SystemExit) as error:
-            self._keep(error)
-
-    def _run(self, coroutine: Any) -> Any:
-        if self._loop is None:
-            self._loop, self._owns_loop = asyncio.new_event_loop(), True
-        return self._loop.run_until_complete(coroutine)
-
-    def adopt_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Uses the loop of the worker for this env's coroutines; the worker closes it."""
-        self._loop, self._owns_loop = loop, False
-
-    def settle(self, result: Any) -> Any:
-        """The value of `result`, which may be a coroutine of an async env."""
-        return self._run(result) if asyncio.iscoroutine(result) else result
-
-    @property
-    def steps_taken(self) -> int:
-        """Calls of `env.step` that returned, in this life."""
-        return self._writer.steps - self._life_began if hasattr(self, "_writer") else 0
-
-    def _keep(self, error: BaseException) -> None:
-        self._reset_error = error
+        if limit is not None and self._episode // self._stride + 1 >= limit:
+            self._enter_reset()  # building the new env is part of the reset, for `reset_timeout` too
+            await self.rebuild(self.life + 1)
+        episode = self._episode + self._stride
+        self._enter_reset()
+        self.phase = "reset"
+        seed, options = self._wishes(episode)
+        result = self.env.reset(seed, options)
+        if hasattr(type(result), "__await__"):
+            result = await self._settled(result)
+        self._writer.count_reset(monotonic_ns() - self._reset_began)
+        self._kept.keep(*self.env.read_reset(result))
+        self._episode, self._seed = episode, seed  # not before: a reset that was interrupted is done again
         self._leave_reset()
         self.wants_reset = False
 
@@ -258,54 +190,37 @@ class EnvRunner:
         if self._stride == 1:
             self._writer.end_reset()
 
-    # The parts of a move, shared by both calling styles.
-
-    def _start_reset(self) -> Any:
-        episode = self._episode + self._stride  # counted once the reset is done: an interrupted one is done again
-        self._enter_reset()
-        self.phase = "reset"
-        first_of_life = episode == self.spare
-        seed = life_seed(self._options.seed, self.slot, self.life, self.spare) if first_of_life else None
-        if self._evaluation is not None:
-            seed = evaluation_seed(self._evaluation[0], self.slot, self._evaluation[1] + episode)
+    def _wishes(self, episode: int) -> tuple[int | None, dict[str, Any] | None]:
+        """Seed and options of an episode's reset: the life's, or what `on_reset` wishes, or what the plan says."""
+        plan, is_first = self._plan, episode == self.spare
+        seed = None
+        if is_first and plan.seed is not None:
+            seed = plan_seed(plan.seed, self.spare)
+        elif is_first:
+            seed = life_seed(self._options.seed, self.slot, self.life, self.spare)
+        if plan.evaluation is not None:
+            seed = evaluation_seed(plan.evaluation[0], self.slot, plan.evaluation[1] + episode)
         options = None
         if self._options.on_reset is not None:
             wish = dict(self._options.on_reset(EpisodeKey(self.slot, self.life, episode)) or {})
             seed, options = wish.pop("seed", seed), wish.pop("options", None)
             if wish:
                 raise SpecMismatch(f"on_reset: expected a dict with seed and options, found also {list(wish)}")
-        self._seed = seed
-        return self.env.reset(seed, options)
+        if is_first and self.spare == 0:  # the first reset of the life
+            seed = seed if plan.seed is None else plan.seed
+            options = options if plan.options is None else dict(plan.options)
+        return seed, options
 
-    def _finish_reset(self, result: Any) -> None:
-        duration = monotonic_ns() - self._reset_began
-        self._episode += self._stride
-        self._writer.count_reset(duration)
-        self._kept.keep(*self.env.read_reset(result))
-        self._leave_reset()
-        self.wants_reset = False
-
-    def publish_first(self) -> None:
+    def _publish_first(self) -> None:
         """Publishes the record that a reset left in private memory; raises what a failed reset raised."""
         if self._reset_error is not None:
             error, self._reset_error = self._reset_error, None
             raise error
         if self.lost:
             return
-        self._ended = self.finished = False
+        self.in_episode, self.finished = True, False
         self._writer.write_kept(self._kept, self.life, self._episode, self._seed)
         self._writer.publish()
-
-    def _finish_step(self, result: Any) -> None:
-        if self.lost:
-            return
-        observation, reward, terminated, truncated, info = self.env.read_step(result)
-        writer = self._writer
-        if writer.write_step(observation, reward, terminated, truncated, info):
-            self._ended = self.wants_reset = self.finished = True
-            if writer.unseen:
-                self._remark_unseen(info)
-        writer.publish()
 
     def _remark_unseen(self, info: Mapping[str, Any]) -> None:
         keys = [key for key in {**self._kept.info, **info} if isinstance(key, str)]
@@ -317,19 +232,6 @@ class EnvRunner:
             text = f"info: expected the declared column {name!r} in an episode of slot {self.slot}, found {keys[:16]!r:.600}"
             self.remark(Remark(f"info {name}", f"{text}; {meant}"))
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls `env.name(*args, **kwargs)`, looking through wrappers; a value that is not callable is returned."""
-        found = self.get_attr(name)
-        return found(*args, **kwargs) if callable(found) else found
-
-    def get_attr(self, name: str) -> Any:
-        """See `Env.get_attr`."""
-        return self.env.get_attr(name)
-
-    def set_attr(self, name: str, value: Any) -> None:
-        """See `Env.set_attr`."""
-        self.env.set_attr(name, value)
-
     def put_back(self) -> None:
         """Ctrl-C has struck in `advance`: the action is to be taken again."""
         self._writer.put_back()
@@ -339,29 +241,94 @@ class EnvRunner:
         self.failed = True
         self._writer.abandon()
 
+    @property
+    def steps_taken(self) -> int:
+        """Calls of `env.step` that returned, in this life."""
+        return self._writer.steps - self._life_began if hasattr(self, "_writer") else 0
+
+    # What the trainer asks of an env between two of its steps.
+
+    async def carry_out(self, verb: str, args: Any) -> Any:
+        """Runs one command of `worker.Worker.carry_out` on this env."""
+        if verb == "call":
+            name, positional, keywords = args
+            found = self.env.get_attr(name)  # a value that is not callable is what is returned
+            return await self._settled(found(*positional, **keywords)) if callable(found) else found
+        if verb == "get_attr":
+            return self.env.get_attr(args[0])
+        if verb == "set_attr":
+            return self.env.set_attr(args[0], args[1][self.slot])
+        if verb == "rebuild":
+            await self.rebuild(args[0][self.slot])
+            self.started = self.failed = False
+            return None
+        if verb == "begin_life":
+            return self.begin_life(args[0][self.slot])
+        if verb == "remove":
+            self.retire()
+            return await self._close_env()
+        raise ValueError(f"unknown command {verb!r}")
+
     def retire(self) -> None:
         """Takes the slot out of service."""
         self.removed = self.failed = self.started = True
         self.wants_reset = False
 
-    def remove(self) -> Any:
-        """Closes the env for good, on the loader's wish; a coroutine for an async env."""
-        self.retire()
-        return self._close_env()
+    # The end of the env.
 
-    def close(self) -> None:
+    async def _close_env(self) -> None:
+        """Closes the env, if there is one. It has failed, or nobody wants it any more: what it raises is of no interest."""
+        env = getattr(self, "env", None)
+        if env is None:
+            return
+        del self.env, self._step
+        with contextlib.suppress(*self.faults):
+            await self._settled(env.close())
+
+    async def close(self) -> None:
         """Closes the env once; a runner that never built one does nothing."""
         self.phase = "close"
         env, self.failed = getattr(self, "env", None), True
-        try:
-            if env is not None:
-                del self.env, self._step
-                self.settle(env.close())
-        finally:
-            if self._loop is not None and self._owns_loop:
-                self._loop.close()
-                self._loop = None
+        if env is not None:
+            del self.env, self._step
+            await self._settled(env.close())
+
+    def end(self) -> None:
+        """Ends the event loop that it has made for itself, if any; after `close`."""
+        if self._loop is not None and self._owns_loop:
+            self._loop.close()
+            self._loop = None
+
+    # How its coroutines run.
+
+    def adopt_loop(self, loop: Loop) -> None:
+        """Uses the loop of the worker for this env's coroutines; the worker closes it."""
+        self._loop, self._owns_loop = loop, False
+
+    def settle(self, move: Move[T]) -> T:
+        """Runs one of the coroutines above to its end, in the calling thread."""
+        return self._own_loop().complete(move) if self.is_async else finish(move)
+
+    def _own_loop(self) -> Loop:
+        if self._loop is None:
+            self._loop, self._owns_loop = Loop(), True
+        return self._loop
+
+    async def _settled(self, result: Any) -> Any:
+        """The value of what an env returned, which may have to be awaited."""
+        if not hasattr(type(result), "__await__"):
+            return result
+        if self._loop is not None and self._loop.is_running():
+            return await result
+        return self._own_loop().complete(_awaited(result))  # of an env that is not async but for this
+
+    async def _outside(self, function: Callable[[], None]) -> None:
+        """Calls a function with no event loop around it."""
+        if self._loop is not None and self._loop.is_running():
+            await self._loop.outside(function)
+        else:
+            function()
 
 
-async def _settle(result: Any) -> Any:
-    return await result if asyncio.iscoroutine(result) or asyncio.isfuture(result) else result
+async def _awaited(result: Any) -> Any:
+    return await result
