@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from functools import partial
 from typing import Any
 
@@ -266,16 +267,24 @@ def test_an_async_env_may_run_a_loop_in_its_constructor_every_time_that_it_is_bu
 
 
 class SlowToStart(Lonely):
-    """Its resets wait for a timer that only the event loop holds."""
+    """Its resets wait for something that holds on to nobody: a task that waits so is gone unless somebody else holds it."""
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        await asyncio.sleep(0.05)
-        gc.collect()  # what nobody holds goes here
-        await asyncio.sleep(0.05)
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        known = weakref.ref(future)
+
+        def resolve() -> None:
+            gc.collect()
+            found = known()
+            if found is not None:
+                found.set_result(None)
+
+        threading.Timer(0.05, loop.call_soon_threadsafe, (resolve,)).start()
+        await future
         return Counting.reset(self, seed=seed, options=options)
 
     async def step(self, action: int) -> Any:
-        gc.collect()
         if action == 9:
             raise RuntimeError("broken")
         return await super().step(action)
