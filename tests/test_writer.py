@@ -19,6 +19,7 @@ from slotloader import SlotLoader, StepType
 from slotloader.errors import SpecMismatch
 from slotloader.records.spaces import column_of, tree_of
 from slotloader.records.specs import Array
+from slotloader.table import publisher as publisher_module
 from slotloader.table.layout import CONTROL, INFO_BYTES, MAX_RECEIVERS, Layout
 from slotloader.table.publisher import Publisher
 from slotloader.table.signals import ThreadSignal, make_fence
@@ -325,3 +326,46 @@ def test_an_info_of_any_size_is_kept_within_its_words() -> None:
     assert 0 < table.info_length[1] <= INFO_BYTES
     data: Array = table.info_data[0]
     assert not data.any(), "nor anybody else's"
+
+
+class Noting:
+    """Words that note when they are stored and read."""
+
+    def __init__(self, words: Any, name: str, log: list[str]) -> None:
+        self._words, self._name, self._log = words, name, log
+
+    def __getitem__(self, at: Any) -> Any:
+        self._log.append(f"read {self._name}")
+        return self._words[at]
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self._log.append(f"{self._name}={int(value)}")
+        self._words[at] = value
+
+
+def test_stores_fences_and_loads_come_in_the_order_that_the_other_side_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(publisher_module, "make_order_fence", lambda fence: lambda: log.append("order"))
+    table, _ = bare()
+    publisher = Publisher(table, [ThreadSignal() for _ in range(MAX_RECEIVERS)], lambda: log.append("full"))
+    writer = SlotWriter(table, 1, publisher)
+    for holder, attribute, name in (
+        (writer, "_state", "state"), (publisher, "_state", "state"), (publisher, "_wanted", "wanted"),
+        (writer, "_resetting", "resetting"), (writer, "_begin_ns", "begin"), (writer, "_reward", "reward"),
+        (writer, "_publish_ns", "publish"), (writer, "_sequence", "sequence"), (writer, "_step_type", "kind"),
+    ):  # fmt: skip
+        setattr(holder, attribute, Noting(getattr(holder, attribute), name, log))
+    write = writer._write_observation
+    writer._write_observation = lambda value: (log.append("obs"), write(value))  # type: ignore[assignment]
+    writer.begin(resetting=True)
+    assert [entry.partition("=")[0] for entry in log] == ["begin", "resetting", "state", "order"], "then the action is read"
+    log.clear()
+    writer.write_step(obs(1), 0.0, False, False, {})
+    payload = len(log)
+    assert "state=3" not in log and log[0] == "obs"
+    writer.publish()
+    assert [entry.partition("=")[0] for entry in log[payload:]] == ["sequence", "order", "state", "full", "read wanted"]
+    log.clear()
+    writer.begin_reset()
+    writer.end_reset()
+    assert [entry.partition("=")[0] for entry in log] == ["begin", "resetting"] * 2, "the time before the word that it is of"
