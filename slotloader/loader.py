@@ -11,11 +11,11 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from slotloader.arguments import require_count, require_seed
+from slotloader.arguments import is_integer, require_count, require_seed
 from slotloader.batching import stats as figures
 from slotloader.batching.actions import ActionBounds, Scatterer
 from slotloader.batching.batches import Batch
@@ -357,6 +357,46 @@ class SlotLoader(BatchSource[Batch]):
         chosen = self._checked_slots(slots)
         results = self.fleet.command(verb, chosen, *args, timeout=timeout)
         return [results[slot] for slot in chosen]
+
+    def reset(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: Mapping[str, Any] | None = None,
+        slots: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Has envs begin their episodes anew, also in the middle of one; the next record of each slot is FIRST.
+
+        Never needed in a loop: workers reset by themselves. Steps that run are waited for; what they publish is discarded, and
+        so is a reset that ran ahead. Rows of these slots in unanswered batches count as answered. The episode that was cut
+        comes in `batch.episodes` with `interrupted=True` and `reason="reset"`.
+
+        Args:
+          seed: slot i is reset with exactly `seed + i`, or one seed per slot of `slots`; None takes that of a new life.
+          options: for `env.reset`.
+          slots: which slots; default all that have an env.
+          timeout: seconds for running steps to end; None waits as long as they take.
+
+        Raises:
+          TimeoutError: an env is still in a step; nothing has changed.
+          SlotLoaderError: a `recv` runs in another thread, actions are on their way from a device, or the loader is paused in
+            the middle of a step.
+        """
+        self._status.require_open()
+        chosen = self._checked_slots(slots)
+        if seed is None or is_integer(seed):
+            seeds = [None if seed is None else require_seed("seed", seed) + slot for slot in chosen]
+        else:
+            seeds = [None if one is None else require_seed("seed", one) for one in cast(Sequence[Any], seed)]
+        if len(seeds) != len(chosen):
+            raise ValueError(f"seed: expected {len(chosen)} seeds, one per slot, found {len(seeds)}")
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options: expected a dict for env.reset, found {options!r:.80}")
+        wishes = dict(zip(chosen, ((one, options) for one in seeds), strict=True))
+        for receiver in self._receivers:
+            own = {slot: wish for slot, wish in wishes.items() if receiver.leases.owns(slot)}
+            if own:
+                receiver.begin_anew(own, timeout)
 
     # A fleet that changes.
 

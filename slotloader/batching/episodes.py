@@ -22,9 +22,10 @@ class Episode:
       episode_return: sum of rewards; a wrapper's `info["episode"]["r"]` if there is one.
       length: env steps; a wrapper's `info["episode"]["l"]` if there is one.
       seed: seed of its reset, None if it was reset without one.
-      interrupted: cut by a failure rather than ended by the env.
+      interrupted: cut by a failure, or by `loader.reset` or an evaluation, rather than ended by the env.
       info: the info dict of the last record, sequences as tuples.
       info_dropped: keys of that dict that could not be packed or did not fit.
+      reason: why it was cut, in a few words; empty if the env ended it.
     """
 
     slot: int
@@ -36,6 +37,7 @@ class Episode:
     interrupted: bool
     info: dict[str, Any]
     info_dropped: tuple[str, ...] = ()
+    reason: str = ""
 
 
 def read_episodes(table: Any, slots: Sequence[int], interrupted: bool = False) -> list[Episode]:

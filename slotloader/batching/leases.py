@@ -103,7 +103,9 @@ class Leases:
             if cut is None or ended:
                 continue  # nothing was cut, or the episode had ended by itself before the failure
             seed = None if cut.seed < 0 else cut.seed
-            found.append(Episode(slot, cut.life, cut.episode, episode_return, length, seed, interrupted=True, info={}))
+            found.append(
+                Episode(slot, cut.life, cut.episode, episode_return, length, seed, interrupted=True, info={}, reason=cut.reason)
+            )
         return found
 
     # Answering.
@@ -132,11 +134,7 @@ class Leases:
         slots = self._checked(env_indices)
         arrays = self._check(actions, slots.size)
         with self._moving():
-            began = self._ranked
-            self._ranked += slots.size
-            ranks = np.arange(began, self._ranked)
-            self._rank[slots] = ranks
-            repeated = slots[self._rank[slots] != ranks]
+            repeated = self._named(slots)
             if repeated.size:
                 raise ActionError(f"env_indices: expected each slot once, found repeated {sorted(set(repeated.tolist()))[:8]}")
             free = slots[self._state[slots] != _LEASED]
@@ -146,16 +144,27 @@ class Leases:
                     "answered, or they are in none)"
                 )
             self._hand_over(slots, arrays)
-            left = slots.size
-            for batch in list(self._unanswered.values()):
-                own = batch.open_slots()
-                named = self._rank[own] >= began
-                count = int(np.count_nonzero(named))
-                if count:
-                    self._close_some(batch, own[~named], count)
-                    left -= count
-                    if not left:
-                        break
+            self._close_named(slots.size)
+
+    def _named(self, slots: Array) -> Array:
+        """Numbers `slots`, so that `_close_named` finds them; returns those that are named again."""
+        self._ranked += slots.size
+        ranks = np.arange(self._ranked - slots.size, self._ranked)
+        self._rank[slots] = ranks
+        return np.asarray(slots[self._rank[slots] != ranks])
+
+    def _close_named(self, count: int) -> None:
+        """Closes the rows of the `count` slots that were named last, in whatever batches they are."""
+        began, left = self._ranked - count, count
+        for batch in list(self._unanswered.values()):
+            own = batch.open_slots()
+            named = self._rank[own] >= began
+            found = int(np.count_nonzero(named))
+            if found:
+                self._close_some(batch, own[~named], found)
+                left -= found
+                if not left:
+                    break
 
     def _checked(self, env_indices: Any) -> Array:
         slots = np.asarray(env_indices)
@@ -267,6 +276,28 @@ class Leases:
             self.meter.batch_released(batch.size, batch.max_get, kinds, episodes)
         self._engine.wake()  # a recv in another thread may be waiting for just these
 
+    # Beginning anew.
+
+    def seize(self, slots: Array) -> None:
+        """Leases those of some slots that are READY to nobody: their records are discarded. `discard` or `repair` follows."""
+        with self._moving():
+            ready = slots[self._state[slots] == _READY]
+            self._engine.seize(ready)
+            self.leased += ready.size
+
+    def discard(self, slots: Array) -> None:
+        """Answers LEASED slots, those of batches too, with the actions as they are; their envs begin another life with it."""
+        with self._moving():
+            self._named(slots)
+            self._hand_over(slots, [column[slots] for column in self._table.action])
+            self._close_named(slots.size)
+
+    def open_cut(self, slot: int, reason: str) -> Cut | None:
+        """The episode that is open for whoever receives, if there is one."""
+        _, _, life, ended = self.last[slot].tolist()
+        table = self._table
+        return None if ended else Cut(life, int(table.episode[slot]), int(table.episode_seed[slot]), reason)
+
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
         """Holds the lock while slots are moved; Ctrl-C in the middle leaves books that fit the states."""
@@ -375,7 +406,7 @@ class Leases:
 
 def cut_of(episode: Episode) -> Cut:
     """The cut that an interrupted episode was told from."""
-    return Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed)
+    return Cut(episode.life, episode.index, -1 if episode.seed is None else episode.seed, episode.reason)
 
 
 def _as_rows(array: Array) -> Array:

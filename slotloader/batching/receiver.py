@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
@@ -15,6 +15,7 @@ from slotloader.batching.batches import Batch
 from slotloader.batching.exchange import Exchange
 from slotloader.batching.former import Request, Wait
 from slotloader.batching.leases import Leases
+from slotloader.batching.resets import Wish, begin_anew
 from slotloader.batching.source import BatchSource
 from slotloader.errors import SlotLoaderError
 from slotloader.table.engine import Engine
@@ -265,6 +266,14 @@ class Receiver(BatchSource[Batch]):
             raise error
 
     # Its share of the slots.
+
+    def begin_anew(self, wishes: Mapping[int, Wish], timeout: float | None) -> None:
+        """See `resets.begin_anew`; nobody else may receive meanwhile."""
+        self._enter()
+        try:
+            begin_anew(self.leases, self._engine, wishes, timeout)
+        finally:
+            self._consumer.clear()
 
     def take_all(self) -> Batch:
         """Waits until every slot that has an env is ready, and takes them all; none may be leased."""

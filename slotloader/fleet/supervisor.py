@@ -18,7 +18,7 @@ import numpy as np
 from slotloader.errors import LoaderClosed, SlotLoaderError, SpecMismatch, WorkerDied
 from slotloader.fleet.supervision import Limits, RestartPolicy
 from slotloader.messages.pickling import loaded
-from slotloader.messages.reports import Answer, Built, Died, Event, Failed, Remark, Removed, error_from, summary
+from slotloader.messages.reports import Answer, Built, Died, Event, Failed, Remark, Removed, error_from, how_it_ended, summary
 from slotloader.records.specs import Tree, differences, show_tree
 from slotloader.table.layout import Layout
 from slotloader.table.signals import Signal
@@ -38,6 +38,7 @@ class Cut:
     life: int
     episode: int
     seed: int
+    reason: str = ""
 
 
 class Fleet:
@@ -209,7 +210,10 @@ class Fleet:
     def _restart(self, event: Event) -> None:
         table, lives = self.table, {}
         for slot in event.slots:
-            cut = Cut(int(table.life[slot]), int(table.episode[slot]), int(table.episode_seed[slot]))
+            why = f"{event.error_type}: {event.text}" if isinstance(event, Failed) else event.why
+            reason = why or how_it_ended(event.exitcode) if isinstance(event, Died) else why
+            seed = int(table.episode_seed[slot])
+            cut = Cut(int(table.life[slot]), int(table.episode[slot]), seed, reason.partition("\n")[0][:200])
             cuts = self.cuts.setdefault(slot, [])
             if not cuts or cuts[-1].life < cut.life:  # a life that dies before its first record cuts nothing new
                 cuts.append(cut)
@@ -247,12 +251,18 @@ class Fleet:
         with self._changed:
             self.cuts.setdefault(slot, []).insert(0, cut)
 
-    def begin_lives(self, slots: Sequence[int], evaluations: Mapping[int, tuple[int, int]] | None = None) -> dict[int, int]:
+    def begin_lives(
+        self,
+        slots: Sequence[int],
+        evaluations: Mapping[int, tuple[int, int]] | None = None,
+        wishes: Mapping[int, Any] | None = None,
+    ) -> dict[int, int]:
         """Has the envs of `slots` begin another life with their next action, without being rebuilt.
 
         Args:
           slots: leased, so that none of them moves meanwhile.
           evaluations: `(seed, begun)` by slot, see `LifePlan`.
+          wishes: `(seed, options)` of the first reset by slot, see `LifePlan`.
 
         Returns:
           The life by slot. One whose worker has just died begins a later life than that.
@@ -260,7 +270,10 @@ class Fleet:
         with self._changed:
             lives = {slot: max(self.lives[slot], int(self.table.life[slot])) + 1 for slot in slots}
             self.lives.update(lives)
-        plans = {slot: LifePlan(life, evaluation=(evaluations or {}).get(slot)) for slot, life in lives.items()}
+        plans = {}
+        for slot, life in lives.items():
+            seed, options = (wishes or {}).get(slot, (None, None))
+            plans[slot] = LifePlan(life, seed, options, (evaluations or {}).get(slot))
         try:
             self.command("begin_life", slots, plans)
         except WorkerDied:

@@ -211,7 +211,7 @@ class _Aside:
             if not ended and episode is not None:
                 cuts[slot] = cut_of(episode)
             elif not ended:
-                cuts[slot] = Cut(life, int(table.episode[slot]), int(table.episode_seed[slot]))
+                cuts[slot] = Cut(life, int(table.episode[slot]), int(table.episode_seed[slot]), "evaluation")
         return cuts
 
     def go_back(self, slots: Sequence[int], cuts: Mapping[int, Cut]) -> None:

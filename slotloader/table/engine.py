@@ -57,6 +57,9 @@ class Engine(Protocol):
     def wake_workers(self) -> None:
         """Wakes every worker, in case one missed its wake-up."""
 
+    def seize(self, slots: Array) -> None:
+        """Moves READY slots to LEASED without reading their records, which nobody will get."""
+
     def give_back(self, slots: Array) -> None:
         """Moves slots LEASED -> READY."""
 
@@ -161,6 +164,10 @@ class PythonEngine:
         """See `Engine.wake_workers`."""
         for wake in self.wakers:
             wake()
+
+    def seize(self, slots: Array) -> None:
+        """See `Engine.seize`."""
+        self._state[slots] = _LEASED
 
     def give_back(self, slots: Array) -> None:
         """See `Engine.give_back`."""
