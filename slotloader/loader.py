@@ -297,8 +297,26 @@ class SlotLoader(BatchSource[Batch]):
         return self._spaces
 
     @property
+    def single_observation_space(self) -> Any:
+        """The same as `observation_space`, by the name that gymnasium's vector envs give the space of one env."""
+        return self.observation_space
+
+    @property
+    def single_action_space(self) -> Any:
+        """The same as `action_space`, see `single_observation_space`."""
+        return self.action_space
+
+    @property
     def num_envs(self) -> int:
-        """Number of slots that have an env; `num_slots` counts those reserved by `capacity` and those lost, too."""
+        """Number of envs that the loader was built with, with those added and without those removed since.
+
+        A failure does not change it: see `num_alive`. `num_slots` counts the slots reserved by `capacity`, too.
+        """
+        return self.num_slots - len(self._exchange.vacant)
+
+    @property
+    def num_alive(self) -> int:
+        """Number of slots that have an env now, or a record of one; what failed for good is not counted."""
         return int(np.count_nonzero(self.table.state != SlotState.DEAD))
 
     def call(
@@ -423,7 +441,7 @@ class SlotLoader(BatchSource[Batch]):
         if len(free) < len(factories):
             raise ValueError(
                 f"add_envs: expected at most {len(free)} envs, found {len(factories)}; this loader has "
-                f"capacity={self.num_slots} and {self.num_envs} envs: build it with a larger capacity, or remove envs first"
+                f"capacity={self.num_slots} and {self.num_alive} envs: build it with a larger capacity, or remove envs first"
             )
         slots = free[: len(factories)]
         for slot, factory in zip(slots, factories, strict=True):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import slotloader
+import slotloader.device
+import slotloader.learning
 from slotloader.tools import api
 
 ROOT = Path(slotloader.__file__).resolve().parents[1]
@@ -156,3 +158,10 @@ def test_these_are_the_public_names_and_each_says_what_it_is() -> None:
     assert set(slotloader.__all__) == PUBLIC and list(slotloader.__all__) == sorted(slotloader.__all__)
     for name in sorted(PUBLIC - {"__version__", "to_jax", "to_torch"}):
         assert getattr(slotloader, name).__doc__, name
+
+
+@pytest.mark.parametrize("face", [slotloader.device, slotloader.learning], ids=lambda face: face.__name__)
+def test_the_faces_of_device_and_learning_have_what_they_list_and_each_says_what_it_is(face: Any) -> None:
+    assert list(face.__all__) == sorted(face.__all__)
+    for name in set(face.__all__) - {"Own", "FrameStack"}:  # these two are types in other words
+        assert getattr(face, name).__doc__, name

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from checks import MARK, TESTS, Once, child_environment, kill_quietly, names_of, started, until
-from toys import Counting, Gated, Raising, Scripted, WithHelper
+from toys import Counting, Endless, Gated, Raising, Scripted, WithHelper
 
 from slotloader import EnvFailed, SlotLoader, SlotLoaderError, WorkerDied
 
@@ -443,3 +443,23 @@ def test_survivors_of_killed_workers_lose_nothing_under_load() -> None:
             once.check(batch)
             batch.send(once.answer(batch.env_indices, rng))
         assert reported == killed
+
+
+class FailsLater(Endless):
+    """The env of slot 1 raises in its third step."""
+
+    def step(self, action: int) -> Any:
+        if self.env_id == 1 and self.t == 2:
+            raise RuntimeError("for good")
+        return super().step(action)
+
+
+def test_a_failure_for_good_shrinks_num_alive_and_leaves_num_envs_alone(how: dict[str, Any]) -> None:
+    with SlotLoader(FailsLater, 3, on_failure="raise", **how) as loader:
+        with pytest.raises(EnvFailed):
+            while True:
+                batch = loader.recv()
+                batch.send(np.zeros(batch.size, np.int64))
+        assert (loader.num_envs, loader.num_alive, loader.num_slots) == (3, 2, 3)
+        assert loader.single_observation_space is loader.observation_space
+        assert loader.single_action_space is loader.action_space

@@ -211,6 +211,12 @@ class ProcessFleet(Fleet):
         with self._changed:
             while not self._ready and not self.events and time.monotonic() < deadline:
                 self._changed.wait(0.5)
+        if not self._ready and not self.events:
+            raise SlotLoaderError(
+                f"the nursery process: expected it to be up, with {self._helpful + self._preload} imported, within "
+                f"start_timeout={self.limits.start_timeout:g} s, found it still busy; leave out a preload that hangs, or raise "
+                "start_timeout"
+            )
         for module in self._preload:
             if module in self._failed_preloads:
                 raise SlotLoaderError(

@@ -297,11 +297,21 @@ class Fleet:
             else:
                 raise SlotLoaderError(f"add_envs: all {self.max_workers} workers of this loader are in use or still ending")
             config = WorkerConfig(index, (slot,), [factory], options, threads)
+            before, life = self.configs[index : index + 1], self.lives.get(slot)
             self.configs[index : index + 1] = [config]
             self.table.owner[slot] = index
             self.lives[slot] = self.lives[slot] + 1 if slot in self.lives else 0
             self.cuts.pop(slot, None)
-            self.start_worker(config)
+            try:
+                self.start_worker(config)
+            except BaseException:  # nothing has been started: the worker is as free as it was
+                self.configs[index : index + 1] = before
+                if before:
+                    self._gone.add(index)
+                    self._free_workers.append(index)
+                if life is None:
+                    del self.lives[slot]
+                raise
 
     def start_worker(self, config: WorkerConfig) -> None:
         """Starts a worker while the loader runs."""
@@ -318,6 +328,12 @@ class Fleet:
         """
         with self._changed:
             fresh = [slot for slot in slots if slot in self.slots_of(int(self.table.owner[slot]))]  # the others are leaving
+            leaving = {slot for _, own in self._removals.values() for slot in own}
+            leaving.update(slot for event in self.events if isinstance(event, Removed) for slot in event.slots)
+            unserved = tuple(slot for slot in slots if slot not in fresh and slot not in leaving)
+            self._drop_failures(slots)
+            if unserved:  # their worker was turned away, and its place has been given to another env
+                self.events.append(Removed(unserved))
             for index in sorted({int(self.table.owner[slot]) for slot in fresh}):
                 own = tuple(slot for slot in fresh if int(self.table.owner[slot]) == index)
                 config = self.configs[index]
@@ -340,6 +356,16 @@ class Fleet:
                         "s; they will be closed when it ends"
                     )
                 self._changed.wait(0.25 if deadline is None else min(0.25, max(0.0, deadline - time.monotonic())))
+
+    def _drop_failures(self, slots: Sequence[int]) -> None:
+        """What has failed of envs that nobody wants any more is not told. Holds the lock."""
+        for event in self.take_events():
+            if isinstance(event, Removed):
+                self.events.append(event)
+                continue
+            kept = tuple(slot for slot in event.slots if slot not in slots)
+            if kept:
+                self.events.append(dataclasses.replace(event, slots=kept))
 
     def config_changed(self, worker: int) -> None:
         """The envs of a worker are others from now on, should it be started again."""

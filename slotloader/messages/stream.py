@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 HEAD = struct.Struct("<QI")  # payload bytes, number of descriptors
 _READ = 1 << 16
 _TURN = 1 << 20  # bytes that one connection may bring before the others have their turn
+_LONGEST = 1 << 36  # bytes of a frame; a head that says more is none
 _ANCILLARY = 1024  # room for descriptors
 
 
@@ -117,6 +118,8 @@ class Stream:
         at = 0
         while len(self._in) - at >= HEAD.size:
             length, count = HEAD.unpack_from(self._in, at)
+            if length > _LONGEST or count > 1:
+                raise ValueError(f"expected a frame of at most {_LONGEST} bytes, found one of {length} and {count} descriptors")
             end = at + HEAD.size + length
             if len(self._in) < end:
                 break

@@ -153,8 +153,9 @@ def test_arguments_that_cannot_be_rebuilt_in_the_worker_are_that_calls_error() -
         assert loader.get_attr("slot") == [0, 1] and loader.fleet.restarts == 0
 
 
-def test_a_worker_that_sends_nonsense_ends_alone() -> None:
-    with SlotLoader(partial(Nonsense, victim=1), 3, on_failure="restart", **PROCESS) as loader:
+@pytest.mark.parametrize("said", [HEAD.pack(4, 0) + b"\xff\xfe\xfd\xfc", b"Traceback (most recent call last)"])
+def test_a_worker_that_sends_nonsense_ends_alone(said: bytes) -> None:
+    with SlotLoader(partial(Nonsense, said=said), 3, on_failure="restart", **PROCESS) as loader:
         play = Play(loader)
         play.steps(10)
         pids = loader.fleet.pids
@@ -166,14 +167,15 @@ def test_a_worker_that_sends_nonsense_ends_alone() -> None:
 
 
 class Nonsense(Alive):
-    def __init__(self, context: Any, victim: int) -> None:
+    def __init__(self, context: Any, said: bytes) -> None:
         super().__init__(context)
+        self.said = said
 
     def say_nonsense(self) -> None:
-        """Writes a frame that is no pickle to every socket of its process."""
+        """Writes what is no frame to every socket of its process."""
         for fd in range(3, 64):
             with contextlib.suppress(OSError):
-                socket.socket(fileno=os.dup(fd)).send(HEAD.pack(4, 0) + b"\xff\xfe\xfd\xfc")
+                socket.socket(fileno=os.dup(fd)).send(self.said)
 
 
 # 4. Streams are never torn.
@@ -309,8 +311,8 @@ def test_an_env_whose_worker_was_killed_can_be_removed_and_its_slot_given_to_ano
         for batch in loader.unanswered:
             batch.release()
         loader.remove_envs([1])
-        with contextlib.suppress(WorkerDied):
-            for _ in range(20):
+        while loader.num_alive == 2:  # its finished record is still delivered
+            with contextlib.suppress(WorkerDied):
                 batch = loader.recv()
                 batch.send(np.zeros(batch.size, np.int64))
         assert loader.add_envs(Alive, 1) == [1]
@@ -339,10 +341,10 @@ def test_a_removal_whose_answer_comes_after_its_timeout_frees_the_slot_without_b
         with pytest.raises(TimeoutError):
             loader.remove_envs([1], timeout=0.05)
         deadline = time.monotonic() + 20
-        while loader.num_envs == 2 and time.monotonic() < deadline:
+        while loader.num_alive == 2 and time.monotonic() < deadline:
             batch = loader.recv()
             batch.send(np.zeros(batch.size, np.int64))
-        assert loader.num_envs == 1
+        assert loader.num_envs == loader.num_alive == 1
 
 
 def test_removals_adds_and_kills_in_any_order_leave_right_books() -> None:
@@ -373,6 +375,17 @@ def test_removals_adds_and_kills_in_any_order_leave_right_books() -> None:
             seen.update(set(batch.env_indices.tolist()) & there)
             batch.send(np.zeros(batch.size, np.int64))
         assert seen == there and loader.num_envs == len(there)
+
+
+def test_an_add_that_fails_costs_neither_a_worker_nor_its_slot() -> None:
+    lock = threading.Lock()
+    with SlotLoader(Alive, 2, capacity=3, **PROCESS) as loader:
+        for _ in range(3):
+            with pytest.raises(TypeError, match="pickled"):
+                loader.add_envs(lambda: lock, 1)
+        assert loader.num_envs == 2 and loader.add_envs(Alive, 1) == [2]
+        while 2 not in (batch := loader.recv()).env_indices:
+            batch.send(np.zeros(batch.size, np.int64))
 
 
 # 6. Slots without an env.
