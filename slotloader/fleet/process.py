@@ -41,7 +41,7 @@ from slotloader.worker.processes import command, import_path
 
 _BLAS_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DESCRIPTORS_PER_WORKER = 1  # its command socket; one more while it is started
-_DESCRIPTORS_OF_FLEET = 12
+_DESCRIPTORS_OF_FLEET = 14
 _WATCH_INTERVAL = 0.05  # seconds between looks for hung envs, only where a limit is set
 _REAP_LIMIT = 10.0  # seconds after SIGKILL until a worker counts as stuck in the kernel
 _MARK = "SLOTLOADER_NURSERY"  # environment variable of the nursery and of every process below it
@@ -90,7 +90,8 @@ def _require_descriptors(workers: int) -> None:
         open_now = len(os.listdir("/proc/self/fd"))
     except OSError:  # no /proc: assume few
         open_now = 16
-    needed = open_now + workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_OF_FLEET
+    starting = min(workers, _WINDOW)  # the other ends of sockets whose worker is being forked
+    needed = open_now + workers * _DESCRIPTORS_PER_WORKER + starting + _DESCRIPTORS_OF_FLEET
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise OSError(
             errno.EMFILE,
